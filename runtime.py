@@ -1,0 +1,188 @@
+"""Where a script runs: device, dtype, compile, ranks. Decided once, so that no loop asks for any of them.
+
+    rt = Runtime(cfg)
+    trainable = rt.wrap(model)          # on the device, compiled, under DDP where torchrun started several of us
+
+With torchrun every process holds one Runtime; with plain python there is one rank, and every call below still holds.
+"""
+
+import os
+import warnings
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from configurator import UserError
+
+# Dense bf16 (fp16 before Ampere) tensor-core peaks in FLOP/s, without sparsity, from NVIDIA's data sheets. The first
+# name that occurs in the device's name counts, so longer names stand before their prefixes.
+PEAK_FLOPS = {
+    "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
+    "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "A10": 125e12, "A40": 150e12, "RTX 4090": 165e12,
+    "RTX 3090": 71e12, "V100": 125e12, "T4": 65e12,
+}  # fmt: skip
+
+
+@dataclass
+class RuntimeConfig:
+    device: str = "auto"  # auto (cuda, else mps, else cpu), or a name such as cpu, cuda, cuda:1, mps
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the matrix products; weights are float32
+    compile: bool | Literal["auto"] = "auto"  # torch.compile; auto: on CUDA, if a compiler works there
+    backend: Literal["auto", "nccl", "gloo"] = "auto"  # between ranks; auto: nccl on CUDA, gloo elsewhere
+    seed: int = 1337  # of initialisation, data order and dropout
+
+    def check(self):
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, but is {self.seed}")
+
+
+class Runtime:
+    """The device, dtype and ranks that a RuntimeConfig comes to on this machine. Raises UserError if it can't be."""
+
+    def __init__(self, cfg):
+        # torchrun tells each process its place in these three variables.
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        self.device = _device(cfg.device, int(os.environ.get("LOCAL_RANK", 0)))
+        self.is_main = self.rank == 0
+        self.dtype = _dtype(cfg.dtype, self.device.type)
+        if self.dtype != torch.float32 and self.device.type == "cpu" and not _cpu_has_bfloat16():
+            self.print(f"this CPU only emulates {cfg.dtype}; --dtype=float32 is much faster on it")
+        self.seed = cfg.seed
+        self.distributed = "RANK" in os.environ
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            torch.set_float32_matmul_precision("high")  # TF32 for whatever stays float32
+        if self.distributed:
+            backend = {"cuda": "nccl"}.get(self.device.type, "gloo") if cfg.backend == "auto" else cfg.backend
+            dist.init_process_group(backend, device_id=self.device if backend == "nccl" else None)
+        self.compiles = self._compiles(cfg.compile)
+        # float16's gradients underflow without a scale; for the other dtypes the scaler passes everything through.
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
+        torch.manual_seed(cfg.seed)
+
+    def __str__(self):
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
+        ranks = f", {self.world_size} ranks" if self.world_size > 1 else ""
+        return f"{name}, {str(self.dtype).removeprefix('torch.')}, {'compiled' if self.compiles else 'eager'}{ranks}"
+
+    def print(self, *args):
+        """On the first rank only, at once also into a pipe."""
+        if self.is_main:
+            print(*args, flush=True)
+
+    # -- the model -----------------------------------------------------------------------------------------------------
+
+    def wrap(self, model):
+        """Move `model` to the device and compile it, both in place → what to train: itself, or DDP around it."""
+        model.to(self.device)
+        if self.compiles:
+            model.compile()
+        if not self.distributed:
+            return model
+        device_ids = [self.device] if self.device.type == "cuda" else None
+        return torch.nn.parallel.DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+
+    def autocast(self):
+        return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
+
+    def to_device(self, *tensors):
+        """CPU tensors on the device; on CUDA the copy overlaps with the work already queued."""
+        if self.device.type == "cuda":
+            return [t.pin_memory().to(self.device, non_blocking=True) for t in tensors]
+        return [t.to(self.device) for t in tensors]
+
+    # -- the ranks -----------------------------------------------------------------------------------------------------
+
+    def my_share(self, step, accumulation):
+        """Which micro-batches of `step` this rank takes, by global index: i ≡ rank (mod world size)."""
+        return range(step * accumulation + self.rank, (step + 1) * accumulation, self.world_size)
+
+    def check_accumulation(self, accumulation):
+        """Raise UserError unless every rank gets the same number of micro-batches."""
+        if accumulation % self.world_size:
+            near = max(1, round(accumulation / self.world_size)) * self.world_size
+            raise UserError(
+                f"--gradient_accumulation_steps={accumulation} counts the micro-batches of all ranks and can't be "
+                f"divided by the {self.world_size} of them; the nearest that works is {near}"
+            )
+
+    @contextmanager
+    def micro_step(self, model, index, last):
+        """Around forward and backward of micro-batch `index`.
+
+        Dropout becomes a function of (seed, index), whatever ran before and on whichever rank; only the last
+        micro-batch of a step sums gradients over the ranks.
+        """
+        torch.manual_seed((self.seed * 1_000_003 + index) % 2**63)
+        with nullcontext() if last or not self.distributed else model.no_sync():
+            yield
+
+    def mean(self, tensor):
+        """The mean over ranks."""
+        return self.sum(tensor) / self.world_size
+
+    def sum(self, tensor):
+        """The sum over ranks, on the device; a single rank's tensor stays where it is."""
+        if self.distributed:
+            tensor = tensor.to(self.device)
+            dist.all_reduce(tensor)
+        return tensor
+
+    def close(self):
+        if self.distributed:
+            dist.destroy_process_group()
+
+    # -- what the machine can do ---------------------------------------------------------------------------------------
+
+    def peak_flops(self):
+        """FLOP/s of one device at its best in the dtype that MFU is reckoned in, or None when the name is unknown."""
+        if self.device.type != "cuda":
+            return None
+        name = torch.cuda.get_device_name(self.device)
+        return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+    def _compiles(self, wanted):
+        """Whether to compile; a machine whose compiler fails is told so once and trains eagerly."""
+        if wanted is False or (wanted == "auto" and self.device.type != "cuda"):
+            return False
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=self.device))
+        except Exception as error:  # a missing compiler, Triton or driver each raises an exception of its own
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self.print(f"torch.compile doesn't work here, training eagerly: {reason}")
+            return False
+        return True
+
+
+def _device(wanted, local_rank):
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(wanted)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", local_rank)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UserError(f"--device={wanted} can't be used here: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def _dtype(wanted, device_type):
+    if wanted != "auto":
+        return getattr(torch, wanted)
+    if device_type == "cuda":
+        # Cards before Ampere only emulate bfloat16.
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    return torch.bfloat16 if device_type == "cpu" and _cpu_has_bfloat16() else torch.float32
+
+
+def _cpu_has_bfloat16():
+    """Whether the CPU multiplies bfloat16 natively: without these instructions torch emulates it, far slower."""
+    has = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}  # absent before torch 2.12
+    return bool(has.get("avx512_bf16") or has.get("amx_bf16"))
