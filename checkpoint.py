@@ -6,7 +6,9 @@ the same folder. nanoGPT's own checkpoints load too.
 """
 
 import json
+import math
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -23,57 +25,93 @@ LATEST, BEST, METRICS = "ckpt.pt", "best.pt", "metrics.jsonl"
 class OutDir:
     """What one run writes into out_dir: checkpoints, and metrics.jsonl with a JSON object a line.
 
-    A new run's first checkpoint sets the files of a former run aside. A resumed run drops the metrics that it is about
-    to measure again: lines of {"iter": N}, the update after N others, and {"step": N}, an evaluation after N updates.
+    A new run's first checkpoint sets the files of a former run aside; until then its metrics are metrics.new.jsonl.
+    With keep=N the last N checkpoints also stay under names of their own, ckpt-ITERATION.pt. Raises UserError where the
+    folder can't be written.
     """
 
-    def __init__(self, path, step, new_run):
-        self.path, self.set_aside = path, new_run
+    def __init__(self, path, new_run, keep=0):
+        self.path, self.set_aside, self.keep = path, new_run, keep
         try:
             os.makedirs(path, exist_ok=True)
-            kept = [] if new_run else [m for m in self._metrics() if m.get("iter", -1) < step >= m.get("step", -1)]
-            lines = "".join(json.dumps(metric) + "\n" for metric in kept)
-            if new_run and os.path.exists(self._file(METRICS)):
-                self._set_aside(METRICS)
-            write_whole(Path(self._file(METRICS)), lines.encode())
+            write_whole(Path(self._file(".writable")), b"")
+            os.remove(self._file(".writable"))
         except OSError as error:
             raise UserError(f"--out_dir={path} can't be written: {error}") from None
+        self.metrics = "metrics.new.jsonl" if new_run and os.path.exists(self._file(METRICS)) else METRICS
+        if new_run:
+            _remove_if_there(self._file("metrics.new.jsonl"))
 
     def log(self, metric):
-        """Append a line to metrics.jsonl."""
-        with open(self._file(METRICS), "a", encoding="utf-8") as file:
-            file.write(json.dumps(metric) + "\n")
+        """Append a line to metrics.jsonl; what is no finite number becomes null, as JSON has no other way."""
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metric.items()}
+        try:
+            with open(self._file(self.metrics), "a", encoding="utf-8") as file:
+                file.write(json.dumps(finite) + "\n")
+        except OSError:  # a full disk costs a line, not the run
+            pass
+
+    def rewind(self, step, but_incidents=False):
+        """Drop the metrics that a run which goes on after `step` updates is about to measure again.
+
+        {"iter": N} is the update after N others, {"step": N} an evaluation after N updates, {"at": N} an incident,
+        which happens again where a run resumes but not where it rolled back.
+        """
+        kept = [
+            line
+            for line in self._read_metrics()
+            if line.get("iter", -1) < step >= line.get("step", -1) and (but_incidents or line.get("at", -1) <= step)
+        ]
+        write_whole(Path(self._file(self.metrics)), "".join(json.dumps(line) + "\n" for line in kept).encode())
 
     def save(self, state, best=False):
         """Write `state` (tensors and plain types) as the latest checkpoint, and as the best so far if it is → its path.
 
         Under a temporary name, flushed to the disk, then renamed: a kill at any instant leaves the old file or the new.
-        Raises OSError.
+        Raises SaveError, the former file untouched, where there is no room or the disk fails.
         """
         temporary = self._file(f".{LATEST}.tmp")
-        with open(temporary, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        for name in (LATEST, BEST) if self.set_aside else ():
-            if os.path.exists(self._file(name)):
-                self._set_aside(name)
-        self.set_aside = False
-        os.replace(temporary, self._file(LATEST))
-        if best:
-            _give_second_name(self._file(LATEST), self._file(BEST))
+        try:
+            with open(temporary, "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            if self.set_aside:
+                self._set_former_run_aside()
+            os.replace(temporary, self._file(LATEST))
+            if best:
+                _give_second_name(self._file(LATEST), self._file(BEST))
+            if self.keep:
+                _give_second_name(self._file(LATEST), self._file(f"ckpt-{state['iter_num']:08d}.pt"))
+                for name in self._kept()[: -self.keep]:
+                    os.remove(self._file(name))
+        except (OSError, RuntimeError) as error:  # torch's writer turns the disk's errors into RuntimeErrors
+            _remove_if_there(temporary)
+            free = shutil.disk_usage(self.path).free
+            raise SaveError(
+                f"{self._file(LATEST)} was not saved, the former one stays: {_first_line(error)}. "
+                f"It needs {_nbytes(state) / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free"
+            ) from error
         return self._file(LATEST)
 
     def _file(self, name):
         return os.path.join(self.path, name)
 
-    def _set_aside(self, name):
-        stem, extension = os.path.splitext(name)
-        os.replace(self._file(name), self._file(f"{stem}.prev{extension}"))
+    def _kept(self):
+        return sorted(name for name in os.listdir(self.path) if re.fullmatch(r"ckpt-\d+\.pt", name))
 
-    def _metrics(self):
+    def _set_former_run_aside(self):
+        for name in (LATEST, BEST, *self._kept(), *([METRICS] if self.metrics != METRICS else [])):
+            stem, extension = os.path.splitext(name)
+            if os.path.exists(self._file(name)):
+                os.replace(self._file(name), self._file(f"{stem}.prev{extension}"))
+        if os.path.exists(self._file(self.metrics)):
+            os.replace(self._file(self.metrics), self._file(METRICS))
+        self.set_aside, self.metrics = False, METRICS
+
+    def _read_metrics(self):
         try:
-            with open(self._file(METRICS), encoding="utf-8") as file:
+            with open(self._file(self.metrics), encoding="utf-8") as file:
                 for line in file:
                     try:
                         yield json.loads(line)
@@ -83,16 +121,32 @@ class OutDir:
             return
 
 
+class SaveError(Exception):
+    """A checkpoint could not be written; the run may go on and try again."""
+
+
 def _give_second_name(path, name):
     """Let `name` be the same file, without a second copy where the file system can; atomically too."""
     temporary = name + ".tmp"
-    if os.path.exists(temporary):  # of a run that was killed between the next two lines
-        os.remove(temporary)
+    _remove_if_there(temporary)  # of a run that was killed between the next two lines
     try:
         os.link(path, temporary)
     except OSError:
         shutil.copyfile(path, temporary)
     os.replace(temporary, name)
+
+
+def _remove_if_there(path):
+    if os.path.exists(path):
+        os.remove(path)
+
+
+def _nbytes(value):
+    """Bytes of all tensors in nested containers, about what their file takes."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return sum(map(_nbytes, values))
 
 
 def load(path):

@@ -6,7 +6,10 @@
 With torchrun every process holds one Runtime; with plain python there is one rank, and every call below still holds.
 """
 
+import math
 import os
+import signal
+import time
 import warnings
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -26,6 +29,9 @@ PEAK_FLOPS = {
 }  # fmt: skip
 
 
+TIME_IS_UP = 1000  # beyond every signal's number
+
+
 @dataclass
 class RuntimeConfig:
     device: str = "auto"  # auto (cuda, else mps, else cpu), or a name such as cpu, cuda, cuda:1, mps
@@ -37,6 +43,29 @@ class RuntimeConfig:
     def check(self):
         if self.seed < 0:
             raise ValueError(f"seed must not be negative, but is {self.seed}")
+
+
+class Stopping:
+    """Notes SIGTERM, SIGINT and SIGUSR1 (a scheduler's warning), and a time limit in minutes; 0 is none.
+
+    The loop ends its step first. A second Ctrl-C ends the process at once.
+    """
+
+    def __init__(self, time_limit=0):
+        self.signal = 0
+        self.deadline = time.monotonic() + time_limit * 60 if time_limit else math.inf
+        names = ("SIGTERM", "SIGINT", "SIGUSR1")  # Windows has no SIGUSR1
+        signals = [getattr(signal, name) for name in names if hasattr(signal, name)]
+        self.former = {number: signal.signal(number, self._note) for number in signals}
+
+    def _note(self, number, frame):
+        self.signal = number
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    def close(self):
+        for number, handler in self.former.items():
+            signal.signal(number, handler)
 
 
 class Runtime:
@@ -53,12 +82,14 @@ class Runtime:
             self.print(f"this CPU only emulates {cfg.dtype}; --dtype=float32 is much faster on it")
         self.seed = cfg.seed
         self.distributed = "RANK" in os.environ
+        self.stopping = None
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             torch.set_float32_matmul_precision("high")  # TF32 for whatever stays float32
         if self.distributed:
             backend = {"cuda": "nccl"}.get(self.device.type, "gloo") if cfg.backend == "auto" else cfg.backend
             dist.init_process_group(backend, device_id=self.device if backend == "nccl" else None)
+            self.cpu_group = dist.new_group(backend="gloo") if backend == "nccl" else None
         self.compiles = self._compiles(cfg.compile)
         # float16's gradients underflow without a scale; for the other dtypes the scaler passes everything through.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
@@ -72,7 +103,12 @@ class Runtime:
     def print(self, *args):
         """On the first rank only, at once also into a pipe."""
         if self.is_main:
-            print(*args, flush=True)
+            try:
+                print(*args, flush=True)
+            except BrokenPipeError:
+                raise
+            except OSError:  # a log file on a full disk is no reason to end a run
+                pass
 
     # -- the model -----------------------------------------------------------------------------------------------------
 
@@ -97,9 +133,9 @@ class Runtime:
 
     # -- the ranks -----------------------------------------------------------------------------------------------------
 
-    def my_share(self, step, accumulation):
-        """Which micro-batches of `step` this rank takes, by global index: i ≡ rank (mod world size)."""
-        return range(step * accumulation + self.rank, (step + 1) * accumulation, self.world_size)
+    def my_share(self, first, accumulation):
+        """Which of the micro-batches first … first + accumulation - 1 this rank takes: every world_size-th."""
+        return range(first + self.rank, first + accumulation, self.world_size)
 
     def check_accumulation(self, accumulation):
         """Raise UserError unless every rank gets the same number of micro-batches."""
@@ -132,7 +168,27 @@ class Runtime:
             dist.all_reduce(tensor)
         return tensor
 
+    def watch_signals(self, time_limit=0):
+        """From now on signals and the time limit (minutes, 0: none) only set `stop_reason`."""
+        self.stopping = Stopping(time_limit)
+
+    def stop_reason(self):
+        """A signal's number once a rank has caught one, TIME_IS_UP after the time limit, else 0: the same on all ranks.
+
+        Where ranks train on GPUs they agree through a group of their CPUs, so that no rank waits for its GPU.
+        """
+        reason = self.stopping.signal
+        if not reason and time.monotonic() > self.stopping.deadline:
+            reason = TIME_IS_UP
+        if self.distributed:
+            reasons = torch.tensor(reason)
+            dist.all_reduce(reasons, op=dist.ReduceOp.MAX, group=self.cpu_group)
+            reason = reasons.item()
+        return reason
+
     def close(self):
+        if self.stopping:
+            self.stopping.close()
         if self.distributed:
             dist.destroy_process_group()
 
@@ -186,3 +242,8 @@ def _cpu_has_bfloat16():
     """Whether the CPU multiplies bfloat16 natively: without these instructions torch emulates it, far slower."""
     has = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}  # absent before torch 2.12
     return bool(has.get("avx512_bf16") or has.get("amx_bf16"))
+
+
+def is_out_of_memory(error):
+    """Whether a RuntimeError means that the device's memory, or on a CPU the machine's, didn't suffice."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -24,9 +24,12 @@ import checkpoint
 import configurator
 from configurator import UserError
 from dataset import Dataset
+from guard import Guard
 from model import GPT, GPTConfig
 from optimizer import load_state, make_optimizer
-from runtime import Runtime, RuntimeConfig
+from runtime import TIME_IS_UP, Runtime, RuntimeConfig, is_out_of_memory
+
+MAX_ROLLBACKS = 3  # in one run; a fourth would hardly help
 
 
 @dataclass
@@ -46,6 +49,8 @@ class TrainConfig(GPTConfig, RuntimeConfig):
     beta1: float = 0.9  # of the mean of the gradients
     beta2: float = 0.95  # of the mean of their squares; higher, such as 0.99, when an iteration has few tokens
     grad_clip: float = 1.0  # the norm that gradients are clipped to; 0: off
+    max_skips: int = 5  # updates in a row that a non-finite loss or gradient may cost before the run stops
+    spike_zscore: float = 0.0  # skip updates whose loss or gradient norm is so many deviations off; 0: never
     # learning rate: linear warmup, then a cosine down to min_lr
     decay_lr: bool = True  # False: learning_rate throughout, without warmup
     warmup_iters: int = 2000  # in which the rate rises
@@ -57,6 +62,8 @@ class TrainConfig(GPTConfig, RuntimeConfig):
     eval_only: bool = False  # evaluate once and exit, writing nothing
     log_interval: int = 10  # iterations between lines; more cost nothing on a CPU, and a synchronisation on a GPU
     out_dir: str = "out"  # where checkpoints go
+    keep_checkpoints: int = 0  # how many of the latest checkpoints also stay under a name of their own
+    time_limit: float = 0.0  # minutes after which the run saves and ends by itself; 0: none
     always_save_checkpoint: bool = True  # False: save only when the validation loss is the best so far, and at the end
     wandb_log: bool = False  # log to Weights & Biases too (WANDB_MODE=offline works)
     wandb_project: str = "owt"  # where the run appears
@@ -65,11 +72,11 @@ class TrainConfig(GPTConfig, RuntimeConfig):
     def check(self):
         RuntimeConfig.check(self)
         GPTConfig.check(replace(self.model_config(), vocab_size=self.vocab_size or 1))
-        for name in ("batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval"):
+        for name in ("batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval", "max_skips"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("vocab_size", "learning_rate", "max_iters", "weight_decay", "grad_clip", "warmup_iters",
-                     "lr_decay_iters", "min_lr", "eval_iters"):  # fmt: skip
+        for name in ("vocab_size", "learning_rate", "max_iters", "weight_decay", "grad_clip", "spike_zscore", "min_lr",
+                     "warmup_iters", "lr_decay_iters", "eval_iters", "keep_checkpoints", "time_limit"):  # fmt: skip
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a number from 0 on, not {getattr(self, name)}")
         for name in ("beta1", "beta2"):
@@ -96,9 +103,13 @@ def learning_rate_at(step, cfg):
     return cfg.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (cfg.learning_rate - cfg.min_lr)
 
 
-def train_step(model, optimizer, data, step, cfg, rt):
-    """One update of `model` (as rt.wrap returned it) → (mean loss of all micro-batches and ranks, gradient norm)."""
-    micro_batches = rt.my_share(step, cfg.gradient_accumulation_steps)
+def train_step(model, optimizer, guard, data, first, cfg, rt):
+    """One update of `model` (as rt.wrap returned it), from the micro-batches that begin with number `first`.
+
+    → (mean loss of all micro-batches and ranks, gradient norm before clipping), 0-dim on the device. An update that
+    `guard` refuses leaves weights and optimizer as they are.
+    """
+    micro_batches = rt.my_share(first, cfg.gradient_accumulation_steps)
     total = torch.zeros((), device=rt.device)
     for index in micro_batches:
         x, y = rt.to_device(*data.batch("train", index))  # (B, T) each
@@ -107,12 +118,14 @@ def train_step(model, optimizer, data, step, cfg, rt):
                 loss = model(x, y)
             rt.scaler.scale(loss / len(micro_batches)).backward()  # backward() sums; the step wants the mean
         total += loss.detach()
+    loss = rt.mean(total / len(micro_batches))
     rt.scaler.unscale_(optimizer)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
-    rt.scaler.step(optimizer)
+    optimizer.found_inf = guard.judge(loss, grad_norm)  # the fused kernel's own switch, which GradScaler uses too
+    optimizer.step()
     rt.scaler.update()
     optimizer.zero_grad(set_to_none=True)
-    return rt.mean(total / len(micro_batches)), grad_norm
+    return loss, grad_norm
 
 
 @torch.no_grad()
@@ -165,29 +178,37 @@ def load_weights(cfg, said):
     return replace(cfg, **architecture), model, tokenizer, state
 
 
-def new_model(cfg, data):
-    """A GPT with fresh weights, for the vocabulary of the data set unless vocab_size was said."""
-    # Products run best when V is a multiple of 64; a small vocabulary isn't worth padding.
-    padded = data.vocab_size if data.vocab_size < 1024 else -(-data.vocab_size // 64) * 64
-    return GPT(replace(cfg.model_config(), vocab_size=cfg.vocab_size or padded))
-
-
-def check_agreement(model, tokenizer, data, cfg):
+def check_agreement(cfg, tokenizer, data):
     """Raise UserError unless the data set's ids mean to the model what they meant when it was trained."""
-    if data.vocab_size > model.config.vocab_size:
+    if data.vocab_size > cfg.vocab_size:
         raise UserError(
-            f"data set {cfg.dataset} has {data.vocab_size} token ids, the model only {model.config.vocab_size}: "
+            f"data set {cfg.dataset} has {data.vocab_size} token ids, the model only {cfg.vocab_size}: "
             "it would read past its table"
         )
     if tokenizer and tokenizer != data.tokenizer.describe():
         raise UserError(f"data set {cfg.dataset} was made with another tokenizer than the weights of {cfg.init_from}")
 
 
-def restore(state, optimizer, rt):
-    """A checkpoint's optimizer and scaler into ours. Raises UserError where there is none or it doesn't fit."""
+@dataclass
+class Progress:
+    """Where a run is: with weights, optimizer and scaler all that it needs to go on. Its fields are keys on disk."""
+
+    iter_num: int = 0  # updates done
+    blocks: int = 0  # dealt out of the training split so far
+    evaluated: int = -1  # iter_num of the last evaluation
+    best_val_loss: float = math.inf
+    wandb_run_id: str | None = None
+
+
+def restore(state, optimizer, cfg, rt):
+    """A checkpoint's optimizer and scaler into ours → its Progress. Raises UserError where they don't fit."""
     try:
         load_state(optimizer, state["optimizer"])
         rt.scaler.load_state_dict(state.get("scaler") or rt.scaler.state_dict())
+        done = state["iter_num"]
+        now = Progress(done, done * cfg.gradient_accumulation_steps * cfg.batch_size, done)  # nanoGPT doesn't say
+        now = replace(now, **{f.name: state[f.name] for f in fields(Progress) if f.name in state})
+        return replace(now, best_val_loss=float(now.best_val_loss))
     except (KeyError, ValueError, TypeError) as error:
         raise UserError(
             f"the checkpoint's optimizer can't be resumed ({error!r}); to start afresh from its weights, "
@@ -216,27 +237,38 @@ def main(argv):
     said = configurator.read(TrainConfig, argv)
     cfg, model, tokenizer, state = load_weights(configurator.build(TrainConfig, said), said)
     data = Dataset(data_folder(cfg.dataset), cfg.block_size, cfg.batch_size, cfg.seed)
+    if not cfg.vocab_size:  # products run best when V is a multiple of 64; a small vocabulary isn't worth padding
+        cfg = replace(cfg, vocab_size=data.vocab_size if data.vocab_size < 1024 else -(-data.vocab_size // 64) * 64)
+    check_agreement(cfg, tokenizer, data)
     rt = Runtime(cfg)
     try:
         rt.check_accumulation(cfg.gradient_accumulation_steps)
-        model = model or new_model(cfg, data)
-        check_agreement(model, tokenizer, data, cfg)
-        train(replace(cfg, vocab_size=model.config.vocab_size), model, data, state, rt)
+        writes = rt.is_main and not cfg.eval_only
+        out = checkpoint.OutDir(cfg.out_dir, not state, cfg.keep_checkpoints) if writes else None
+        train(cfg, model or GPT(cfg.model_config()), data, state, out, rt)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(
+            f"out of memory: {str(error).strip().splitlines()[0]}\nLower --batch_size (--gradient_accumulation_steps "
+            "makes up for it), --block_size, --n_embd or --n_layer"
+        ) from None
     finally:
         rt.close()
 
 
-def train(cfg, model, data, state, rt):
-    """From the state of a checkpoint, or from {}, to max_iters updates."""
+def train(cfg, model, data, state, out, rt):
+    """From the state of a checkpoint, or from {}, to max_iters updates; `out` is the main rank's OutDir."""
     ddp_model = rt.wrap(model)
     optimizer = make_optimizer(model, cfg.learning_rate, (cfg.beta1, cfg.beta2), cfg.weight_decay)
-    if state:
-        restore(state, optimizer, rt)
-    step = state.get("iter_num", 0)  # updates done
-    best_val_loss = float(state.get("best_val_loss", math.inf))
-    evaluated = state.get("evaluated", step if state else None)  # at which step last; nanoGPT saves right after one
-    wandb = start_wandb(cfg, rt, state.get("wandb_run_id"))
-    out = checkpoint.OutDir(cfg.out_dir, step, new_run=not state) if rt.is_main and not cfg.eval_only else None
+    guard = Guard(cfg.spike_zscore, rt.device)
+    now = restore(state, optimizer, cfg, rt) if state else Progress()
+    wandb = start_wandb(cfg, rt, now.wandb_run_id)
+    now.wandb_run_id = wandb.id if wandb else now.wandb_run_id
+    if out and state:
+        out.rewind(now.iter_num)
+    saved = now.iter_num if state else None  # iter_num of this run's latest checkpoint
+    rollbacks = 0
 
     def log(**values):
         if out:
@@ -244,46 +276,96 @@ def train(cfg, model, data, state, rt):
         if wandb:
             wandb.log(values)
 
-    def save(best):
-        """The state after `step` updates, as the latest checkpoint and, if it is, as the best."""
+    def save(best=False, final=False):
+        """The latest checkpoint and, if it is, the best; a disk that is full ends the run only where it ends anyway."""
+        nonlocal saved
+        if not all(p.isfinite().all() for p in model.parameters()):
+            give_up("a weight is no longer finite")
+        saved = now.iter_num
+        try:
+            if out:
+                path = out.save({
+                    "model": model.state_dict(), "model_args": asdict(model.config),
+                    "optimizer": optimizer.state_dict(), "scaler": rt.scaler.state_dict(), **asdict(now),
+                    "config": asdict(cfg), "tokenizer": data.tokenizer.describe(),
+                    "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
+                }, best)  # fmt: skip
+                rt.print(f"saved {path}")
+        except checkpoint.SaveError as error:
+            if final:
+                raise UserError(str(error)) from None
+            rt.print(f"{error}; training goes on")
+
+    def give_up(why):
+        last_good = (
+            f"the last good checkpoint, of iteration {saved}, is in {cfg.out_dir}" if saved else "nothing was saved"
+        )
+        rt.print(f"stopped at iteration {now.iter_num}: {why}; {last_good}. A lower --learning_rate may help")
+        log(incident="stopped", at=now.iter_num)
+        raise SystemExit(1)
+
+    def report_skips():
+        """Say which updates the guard refused; after too many in a row, go back or give up. Waits for the device."""
+        nonlocal rollbacks
+        skipped, in_row = guard.report()
+        if skipped:
+            rt.print(f"iter {now.iter_num}: {skipped} updates skipped: loss or gradient not finite, or a spike")
+            log(incident="skipped", at=now.iter_num, count=skipped)
+        if in_row < cfg.max_skips:
+            return
+        if not (cfg.spike_zscore and saved and rollbacks < MAX_ROLLBACKS):
+            give_up(f"{in_row} updates in a row had to be skipped")
+        rollbacks += 1
+        rt.print(f"iter {now.iter_num}: back to the checkpoint of iteration {saved}, past the data since then")
+        log(incident="rolled back", at=now.iter_num, to=saved)
+        earlier = checkpoint.load(checkpoint.latest(cfg.out_dir))
+        model.load_state_dict(earlier["model"])
+        vars(now).update(vars(replace(restore(earlier, optimizer, cfg, rt), blocks=now.blocks)))
+        guard.forget()
         if out:
-            path = out.save({
-                "model": model.state_dict(), "model_args": asdict(model.config), "optimizer": optimizer.state_dict(),
-                "scaler": rt.scaler.state_dict(), "iter_num": step, "evaluated": evaluated,
-                "best_val_loss": best_val_loss, "config": asdict(cfg), "tokenizer": data.tokenizer.describe(),
-                "wandb_run_id": wandb.id if wandb else state.get("wandb_run_id"),
-                "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
-            }, best)  # fmt: skip
-            rt.print(f"saved {path}")
+            out.rewind(now.iter_num, but_incidents=True)
 
     tokens_per_iter = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
     rt.print(f"{model.num_params():,} parameters on {rt}; {data}; {tokens_per_iter:,} tokens an iteration")
-    start, since, timed, eval_seconds = step, time.perf_counter(), 0, 0.0
+    if now.iter_num >= cfg.max_iters and state and not cfg.eval_only:
+        rt.print(f"nothing to train: {now.iter_num} updates are done, --max_iters={cfg.max_iters}")
+    rt.watch_signals(cfg.time_limit)
+    since, timed, eval_seconds = time.perf_counter(), 0, 0.0
     while True:
-        last = step >= cfg.max_iters
-        if cfg.eval_only or evaluated != step and (last or step % cfg.eval_interval == 0):
+        step, last = now.iter_num, now.iter_num >= cfg.max_iters
+        if reason := rt.stop_reason():
+            if step and step != saved:
+                save(final=True)
+            rt.print(
+                f"stopped after {step} updates; python train.py --init_from=resume --out_dir={cfg.out_dir} goes on"
+            )
+            raise SystemExit(0 if reason == TIME_IS_UP else 128 + reason)
+        if cfg.eval_only or now.evaluated != step and (last or step % cfg.eval_interval == 0):
             eval_began = time.perf_counter()
             losses = evaluate(model, data, cfg, rt)
             rt.print(f"step {step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
             if cfg.eval_only:
                 return
             log(step=step, train_loss=losses["train"], val_loss=losses["val"])
-            best, best_val_loss, evaluated = losses["val"] < best_val_loss, min(best_val_loss, losses["val"]), step
-            if last or step > start and (best or cfg.always_save_checkpoint):
-                save(best)
+            if not math.isfinite(sum(losses.values())):
+                give_up("the model computes no finite loss any more")
+            now.evaluated, best = step, losses["val"] < now.best_val_loss
+            now.best_val_loss = min(now.best_val_loss, losses["val"])
+            if last or step != (saved or 0) and (best or cfg.always_save_checkpoint):
+                save(best, final=last)
             eval_seconds = time.perf_counter() - eval_began
             since, timed = time.perf_counter(), 0
         if last:
-            if start == step:
-                rt.print(f"nothing to train: {step} updates are done, --max_iters={cfg.max_iters}")
             return
         lr = learning_rate_at(step, cfg)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        loss, grad_norm = train_step(ddp_model, optimizer, data, step, cfg, rt)
+        first = -(-now.blocks // cfg.batch_size)  # rounded up: batch_size may have changed since the checkpoint
+        loss, grad_norm = train_step(ddp_model, optimizer, guard, data, first, cfg, rt)
+        now.iter_num, now.blocks = step + 1, (first + cfg.gradient_accumulation_steps) * cfg.batch_size
         timed += 1
-        if step % cfg.log_interval == 0:
-            loss = loss.item()  # waits for the device, so the clock is read after it
+        if step % cfg.log_interval == 0 or step + 1 == cfg.max_iters:
+            loss, grad_norm = loss.item(), grad_norm.item()  # waits for the device, so the clock is read after it
             seconds = (time.perf_counter() - since) / timed
             since, timed = time.perf_counter(), 0
             left = (cfg.max_iters - step - 1) * seconds + (cfg.max_iters - step) // cfg.eval_interval * eval_seconds
@@ -292,8 +374,8 @@ def train(cfg, model, data, state, rt):
                 f"{tokens_per_iter / seconds:,.0f} tokens/s, mfu {mfu(model, tokens_per_iter / seconds, rt)}, "
                 f"{timedelta(seconds=round(left))} left"
             )
-            log(iter=step, loss=loss, lr=lr, grad_norm=grad_norm.item(), ms=seconds * 1000)
-        step += 1
+            log(iter=step, loss=loss, lr=lr, grad_norm=grad_norm, ms=seconds * 1000)
+            report_skips()
 
 
 def mfu(model, tokens_per_second, rt):

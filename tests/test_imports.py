@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Each layer may import its own and the layers below. A new top-level file must take its place here.
 LAYERS = [
     {"train", "sample"},  # the commands
-    {"checkpoint", "dataset", "optimizer", "tokenizer"},
+    {"checkpoint", "dataset", "guard", "optimizer", "tokenizer"},
     {"model", "model_numpy", "runtime", "configurator", "fetch"},
 ]
 MODULES = {path.stem: path for path in sorted(ROOT.glob("*.py"))}

@@ -62,6 +62,7 @@ def run(script, *argv, cwd=ROOT, env=None, ranks=1):
 def metrics(out, kind="iter", value="loss"):
     """{iter: loss} (or {step: val_loss}) from metrics.jsonl, at full precision."""
     lines = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if "incident" not in line]
     assert len(lines) == len({(line.get("iter"), line.get("step")) for line in lines}), "a line stands twice"
     return {line[kind]: line[value] for line in lines if kind in line}
 
