@@ -11,6 +11,7 @@ from tiny import flags, here, make_dataset, metrics, run, same, weights
 import train
 from configurator import UserError
 from dataset import Dataset
+from guard import Guard
 from model import GPT
 from optimizer import make_optimizer
 from runtime import Runtime
@@ -74,7 +75,7 @@ def test_accumulated_micro_batches_give_the_loss_and_gradient_of_one_large_batch
     for accumulation, batch_size in ((4, 4), (1, 16)):
         more = (f"--gradient_accumulation_steps={accumulation}", f"--batch_size={batch_size}", "--dropout=0")
         model, optimizer, dataset, cfg, rt = pieces(data, *more, "--grad_clip=0")
-        loss, grad_norm = train_step(model, optimizer, dataset, 3, cfg, rt)
+        loss, grad_norm = train_step(model, optimizer, Guard(0, "cpu"), dataset, 48 // batch_size, cfg, rt)
         found.append((loss.item(), grad_norm.item(), model.state_dict()))
     (loss, norm, params), (loss_once, norm_once, params_once) = found
     assert loss == pytest.approx(loss_once, abs=1e-6) and norm == pytest.approx(norm_once, rel=1e-5)
@@ -90,7 +91,7 @@ def test_gradients_are_clipped_to_the_norm_and_the_norm_before_is_told(data, mon
         "step",
         lambda *a: norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])) or step(),
     )
-    _, grad_norm = train_step(model, optimizer, dataset, 0, cfg, rt)
+    _, grad_norm = train_step(model, optimizer, Guard(0, "cpu"), dataset, 0, cfg, rt)
     assert norms[0].item() == pytest.approx(0.01, rel=1e-3) and grad_norm > 0.1
 
 
@@ -100,11 +101,11 @@ def test_dropout_is_a_function_of_seed_and_micro_batch_whatever_ran_before(data)
         model, optimizer, dataset, cfg, rt = pieces(data, "--dropout=0.5")
         if disturb:
             torch.rand(1000)
-        losses.append(train_step(model, optimizer, dataset, 5, cfg, rt)[0].item())
+        losses.append(train_step(model, optimizer, Guard(0, "cpu"), dataset, 5, cfg, rt)[0].item())
     assert losses[0] == losses[1]
     model, optimizer, dataset, cfg, rt = pieces(data, "--dropout=0.5")
     rt.seed += 1
-    assert train_step(model, optimizer, dataset, 5, cfg, rt)[0].item() != losses[0]
+    assert train_step(model, optimizer, Guard(0, "cpu"), dataset, 5, cfg, rt)[0].item() != losses[0]
 
 
 def test_decay_is_on_matrices_and_tables_only(data):

@@ -3,8 +3,8 @@
     python tests/torture.py 50 [seed]
 
 Each round resumes the run, which saves after every update, and then at a random moment sends SIGKILL, SIGTERM, SIGINT
-or SIGUSR1, or fills its disk (a small tmpfs, where we may mount one). After each round both checkpoints must load and the
-run must not have gone backwards; at the end weights and metrics must be those of the undisturbed run, to the last bit.
+or SIGUSR1, or fills its disk (a small tmpfs, where we may mount one). After each round both checkpoints must load and
+the run must not have gone backwards; at the end weights and metrics must be those of an undisturbed run, bit for bit.
 Prints `N survived, 0 lost`. Not part of the suite: a round takes some seconds.
 """
 
