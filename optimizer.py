@@ -1,20 +1,102 @@
-"""Parameter groups and AdamW."""
+"""Parameter groups, AdamW and Muon."""
+
+import math
 
 import torch
 
+# Muon's quintic: five rounds bring singular values from [0.005, 1] to about [0.7, 1.2] (Jordan et al. 2024).
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+ROUNDS = 5
+MOMENTUM = 0.95
 
-def make_optimizer(model, learning_rate, betas, weight_decay):
-    """AdamW with decay on matrices and tables only: a gain or a bias has nothing to overfit with.
 
-    Two groups, the decayed first, each in the order of parameters(): nanoGPT's layout, so its optimizer states load.
+def make_optimizer(model, cfg, product_dtype=torch.float32):
+    """cfg.optimizer for a GPT. Weight decay is on matrices and tables only: a gain or bias has nothing to overfit with.
+
+    AdamW has two groups, the decayed first, each in the order of parameters(): nanoGPT's layout, so its states load.
+    Muon takes the blocks' matrices and leaves tables, gains and biases to AdamW at the same rate.
     """
-    params = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    fused = params[0].device.type in ("cpu", "cuda", "mps")  # one kernel over all parameters, where there is one
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    matrices = {name: p for name, p in named.items() if p.dim() >= 2}
+    vectors = {"params": [p for p in named.values() if p.dim() < 2], "weight_decay": 0.0}
+    options = {
+        "lr": cfg.learning_rate,
+        "betas": (cfg.beta1, cfg.beta2),
+        "weight_decay": cfg.weight_decay,
+        "fused": True,
+    }
+    if cfg.optimizer == "adamw":
+        return torch.optim.AdamW([{"params": [*matrices.values()]}, vectors], **options)
+    blocks = {name: p for name, p in matrices.items() if ".h." in name}
+    tables = [p for name, p in matrices.items() if name not in blocks]
+    return Muon(
+        [
+            {"params": [p for name, p in blocks.items() if "c_attn" in name], "parts": 3},  # q, k and v
+            {"params": [p for name, p in blocks.items() if "c_attn" not in name], "parts": 1},
+            {"params": tables},
+            vectors,
+        ],
+        product_dtype,
+        **options,
+    )
+
+
+class Muon(torch.optim.AdamW):
+    """Muon (Jordan et al. 2024) for groups with "parts", AdamW for the others.
+
+    A matrix moves by its momentum made orthogonal, at the size of an AdamW update, 0.2·√max(rows, columns) (Moonlight,
+    arXiv:2502.16982), so that one rate serves both. A matrix of `parts` stacked ones is orthogonalised part by part:
+    c_attn is q, k and v, and as one matrix it would be another optimizer.
+
+    torch.optim.Muon has the same mathematics, one matrix at a time, always in bfloat16 and without the switch that lets
+    guard.py skip an update; ours puts matrices of one shape into one batch, in `product_dtype`.
+    """
+
+    def __init__(self, groups, product_dtype, **options):
+        super().__init__(groups, **options)
+        self.product_dtype = product_dtype
+
+    @torch.no_grad()
+    def step(self):
+        groups = self.param_groups
+        try:
+            self.param_groups = [group for group in groups if not group.get("parts")]
+            super().step()
+        finally:
+            self.param_groups = groups
+        same_shape = {}  # (rows, columns) → the places that take part of a batch: (matrix, its update, group)
+        skip = getattr(self, "found_inf", None)
+        applied = 1.0 if skip is None else 1 - skip
+        for group in (group for group in groups if group.get("parts")):
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state.update(step=torch.zeros((), device=p.device), momentum=torch.zeros_like(p))
+                state["step"] += applied
+                momentum = state["momentum"]
+                # A skipped update leaves its momentum alone, whatever its gradient holds.
+                grad = p.grad if skip is None else torch.where(skip > 0, momentum, p.grad)
+                momentum.lerp_(grad, 1 - MOMENTUM)
+                update = grad.lerp(momentum, MOMENTUM)  # Nesterov
+                for matrix, part in zip(p.chunk(group["parts"]), update.chunk(group["parts"]), strict=True):
+                    same_shape.setdefault(matrix.shape, []).append((matrix, part, group))
+        for (rows, columns), places in same_shape.items():
+            batch = orthogonalise(torch.stack([part for _, part, _ in places]).to(self.product_dtype))
+            for (matrix, _, group), update in zip(places, batch, strict=True):
+                matrix.mul_(1 - group["lr"] * group["weight_decay"] * applied)
+                matrix.sub_(update * (group["lr"] * 0.2 * math.sqrt(max(rows, columns)) * applied))
+
+
+def orthogonalise(batch):
+    """(N, rows, columns) → for each matrix U S V^T about U V^T, by Newton-Schulz; the singular values end near 1."""
+    tall = batch.size(1) > batch.size(2)
+    x = batch.mT if tall else batch  # the products below are with the smaller side squared
+    x = x / (torch.linalg.matrix_norm(x.float(), keepdim=True) + 1e-7).to(x.dtype)  # no singular value above 1
+    a, b, c = NEWTON_SCHULZ
+    for _ in range(ROUNDS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if tall else x
 
 
 def load_state(optimizer, saved):

@@ -17,6 +17,7 @@ import time
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -42,7 +43,8 @@ class TrainConfig(GPTConfig, RuntimeConfig):
     vocab_size: int = 0  # V; 0: the data set's, for GPT-2 tokens padded to 50304
     batch_size: int = 12  # B: blocks of block_size tokens in a micro-batch
     gradient_accumulation_steps: int = 40  # micro-batches an iteration, of all ranks together
-    # AdamW
+    # optimizer
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices, AdamW for the rest
     learning_rate: float = 6e-4  # at its highest
     max_iters: int = 600_000  # updates in all; 600,000 of 0.5 M tokens are 300 B tokens
     weight_decay: float = 0.1  # on matrices and tables, not on gains and biases
@@ -51,7 +53,11 @@ class TrainConfig(GPTConfig, RuntimeConfig):
     grad_clip: float = 1.0  # the norm that gradients are clipped to; 0: off
     max_skips: int = 5  # updates in a row that a non-finite loss or gradient may cost before the run stops
     spike_zscore: float = 0.0  # skip updates whose loss or gradient norm is so many deviations off; 0: never
-    # learning rate: linear warmup, then a cosine down to min_lr
+    # learning rate: linear warmup, then down to min_lr
+    lr_schedule: Literal["cosine", "linear", "wsd"] = (
+        "cosine"  # wsd: stable until decay_frac of the run is left, then linear
+    )
+    decay_frac: float = 0.2  # of wsd
     decay_lr: bool = True  # False: learning_rate throughout, without warmup
     warmup_iters: int = 2000  # in which the rate rises
     lr_decay_iters: int = 0  # where min_lr is reached; 0: max_iters
@@ -79,6 +85,8 @@ class TrainConfig(GPTConfig, RuntimeConfig):
                      "warmup_iters", "lr_decay_iters", "eval_iters", "keep_checkpoints", "time_limit"):  # fmt: skip
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a number from 0 on, not {getattr(self, name)}")
+        if not 0 < self.decay_frac <= 1:
+            raise ValueError(f"decay_frac must be in (0, 1], not {self.decay_frac}")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), not {getattr(self, name)}")
@@ -91,7 +99,7 @@ class TrainConfig(GPTConfig, RuntimeConfig):
 
 
 def learning_rate_at(step, cfg):
-    """Linear warmup, above 0 from iteration 0 on, then a cosine from learning_rate to min_lr at lr_decay_iters."""
+    """Linear warmup, above 0 from iteration 0 on, then from learning_rate to min_lr, reached at lr_decay_iters."""
     if not cfg.decay_lr:
         return cfg.learning_rate
     decay_iters = cfg.lr_decay_iters or cfg.max_iters
@@ -100,7 +108,14 @@ def learning_rate_at(step, cfg):
     if step >= decay_iters:
         return cfg.min_lr
     progress = (step - cfg.warmup_iters) / (decay_iters - cfg.warmup_iters)  # 0 to 1
-    return cfg.min_lr + 0.5 * (1 + math.cos(math.pi * progress)) * (cfg.learning_rate - cfg.min_lr)
+    match cfg.lr_schedule:
+        case "cosine":
+            height = 0.5 * (1 + math.cos(math.pi * progress))
+        case "linear":
+            height = 1 - progress
+        case "wsd":
+            height = min(1, (decay_iters - step) / (cfg.decay_frac * decay_iters))
+    return cfg.min_lr + height * (cfg.learning_rate - cfg.min_lr)
 
 
 def train_step(model, optimizer, guard, data, first, cfg, rt):
@@ -260,7 +275,7 @@ def main(argv):
 def train(cfg, model, data, state, out, rt):
     """From the state of a checkpoint, or from {}, to max_iters updates; `out` is the main rank's OutDir."""
     ddp_model = rt.wrap(model)
-    optimizer = make_optimizer(model, cfg.learning_rate, (cfg.beta1, cfg.beta2), cfg.weight_decay)
+    optimizer = make_optimizer(model, cfg, rt.dtype if rt.dtype == torch.bfloat16 else torch.float32)
     guard = Guard(cfg.spike_zscore, rt.device)
     now = restore(state, optimizer, cfg, rt) if state else Progress()
     wandb = start_wandb(cfg, rt, now.wandb_run_id)

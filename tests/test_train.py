@@ -33,7 +33,7 @@ def pieces(data, *more):
     dataset = Dataset(data, cfg.block_size, cfg.batch_size, cfg.seed)
     rt = Runtime(cfg)
     model = GPT(replace(cfg.model_config(), vocab_size=dataset.vocab_size))
-    return model, make_optimizer(model, cfg.learning_rate, (cfg.beta1, cfg.beta2), cfg.weight_decay), dataset, cfg, rt
+    return model, make_optimizer(model, cfg), dataset, cfg, rt
 
 
 # ---- schedule
@@ -60,6 +60,21 @@ def test_lr_decay_iters_0_means_max_iters():
 @pytest.mark.parametrize("warmup", [0, 109, 110, 111, 1000])
 def test_the_rate_is_above_0_and_at_most_learning_rate_however_warmup_and_decay_lie(warmup):
     assert all(0 < schedule(step, warmup_iters=warmup) <= 1 for step in range(200))
+
+
+def test_the_linear_schedule_falls_in_a_straight_line():
+    assert [schedule(s, lr_schedule="linear") for s in (10, 60, 110, 150)] == pytest.approx([1, 0.55, 0.1, 0.1])
+
+
+def test_wsd_is_stable_and_then_falls_in_a_straight_line_over_the_last_decay_frac():
+    found = [schedule(s, lr_schedule="wsd", decay_frac=0.2, min_lr=0.0) for s in (0, 10, 87, 88, 99, 109, 110)]
+    assert found == pytest.approx([1 / 11, 1, 1, 1, 0.5, 1 / 22, 0])
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
+def test_no_schedule_jumps(name):
+    rates = [schedule(step, lr_schedule=name) for step in range(200)]
+    assert max(abs(b - a) for a, b in zip(rates, rates[1:], strict=False)) < 0.1
 
 
 def test_without_decay_the_rate_is_constant():
