@@ -91,11 +91,11 @@ def orthogonalise(batch):
     """(N, rows, columns) → for each matrix U S V^T about U V^T, by Newton-Schulz; the singular values end near 1."""
     tall = batch.size(1) > batch.size(2)
     x = batch.mT if tall else batch  # the products below are with the smaller side squared
-    x = x / (torch.linalg.matrix_norm(x.float(), keepdim=True) + 1e-7).to(x.dtype)  # no singular value above 1
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp_min(1e-7)  # no singular value above 1
     a, b, c = NEWTON_SCHULZ
     for _ in range(ROUNDS):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 
 
