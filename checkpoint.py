@@ -8,8 +8,10 @@ the same folder. nanoGPT's own checkpoints load too.
 import json
 import math
 import os
+import platform
 import re
 import shutil
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -18,6 +20,7 @@ import configurator
 from configurator import UserError
 from fetch import write_whole
 from model import GPT, PRETRAINED, GPTConfig
+from optimizer import load_state
 
 LATEST, BEST, METRICS = "ckpt.pt", "best.pt", "metrics.jsonl"
 
@@ -147,6 +150,42 @@ def _nbytes(value):
         return value.nbytes
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     return sum(map(_nbytes, values))
+
+
+@dataclass
+class Progress:
+    """Where a run is: with weights, optimizer and scaler all that it needs to go on. Its fields are keys on disk."""
+
+    iter_num: int = 0  # updates done
+    blocks: int = 0  # dealt out of the training split so far
+    evaluated: int = -1  # iter_num of the last evaluation
+    best_val_loss: float = math.inf
+    wandb_run_id: str | None = None
+
+
+def capture(now, model, optimizer, scaler, cfg, tokenizer):
+    """All that a run is, as tensors and plain types; `restore` and `model_of` are the way back."""
+    return {
+        "model": model.state_dict(), "model_args": asdict(model.config), "optimizer": optimizer.state_dict(),
+        "scaler": scaler.state_dict(), **asdict(now), "config": asdict(cfg), "tokenizer": tokenizer.describe(),
+        "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
+    }  # fmt: skip
+
+
+def restore(state, optimizer, scaler, blocks_per_iter):
+    """A checkpoint's optimizer and scaler into ours → its Progress. Raises UserError where they don't fit."""
+    try:
+        load_state(optimizer, state["optimizer"])
+        scaler.load_state_dict(state.get("scaler") or scaler.state_dict())
+        now = Progress(**{field.name: state[field.name] for field in fields(Progress) if field.name in state})
+        if "blocks" not in state:  # nanoGPT's, which saves right after an evaluation
+            now = replace(now, blocks=now.iter_num * blocks_per_iter, evaluated=now.iter_num)
+        return replace(now, best_val_loss=float(now.best_val_loss))
+    except (KeyError, ValueError, TypeError) as error:
+        raise UserError(
+            f"the checkpoint's optimizer can't be resumed ({error!r}); to start afresh from its weights, "
+            "name its folder as --init_from"
+        ) from None
 
 
 def load(path):

@@ -12,7 +12,6 @@ Dimensions: B batch_size, T block_size, V vocabulary.
 
 import math
 import os
-import platform
 import time
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
@@ -27,7 +26,7 @@ from configurator import UserError
 from dataset import Dataset
 from guard import Guard
 from model import GPT, GPTConfig
-from optimizer import load_state, make_optimizer
+from optimizer import make_optimizer
 from runtime import TIME_IS_UP, Runtime, RuntimeConfig, is_out_of_memory
 
 MAX_ROLLBACKS = 3  # in one run; a fourth would hardly help
@@ -204,33 +203,6 @@ def check_agreement(cfg, tokenizer, data):
         raise UserError(f"data set {cfg.dataset} was made with another tokenizer than the weights of {cfg.init_from}")
 
 
-@dataclass
-class Progress:
-    """Where a run is: with weights, optimizer and scaler all that it needs to go on. Its fields are keys on disk."""
-
-    iter_num: int = 0  # updates done
-    blocks: int = 0  # dealt out of the training split so far
-    evaluated: int = -1  # iter_num of the last evaluation
-    best_val_loss: float = math.inf
-    wandb_run_id: str | None = None
-
-
-def restore(state, optimizer, cfg, rt):
-    """A checkpoint's optimizer and scaler into ours → its Progress. Raises UserError where they don't fit."""
-    try:
-        load_state(optimizer, state["optimizer"])
-        rt.scaler.load_state_dict(state.get("scaler") or rt.scaler.state_dict())
-        done = state["iter_num"]
-        now = Progress(done, done * cfg.gradient_accumulation_steps * cfg.batch_size, done)  # nanoGPT doesn't say
-        now = replace(now, **{f.name: state[f.name] for f in fields(Progress) if f.name in state})
-        return replace(now, best_val_loss=float(now.best_val_loss))
-    except (KeyError, ValueError, TypeError) as error:
-        raise UserError(
-            f"the checkpoint's optimizer can't be resumed ({error!r}); to start afresh from its weights, "
-            "name its folder as --init_from"
-        ) from None
-
-
 def start_wandb(cfg, rt, run_id):
     """This process's wandb run, the one of run_id if there is such, or None. Raises UserError when it can't start."""
     if not (cfg.wandb_log and rt.is_main and not cfg.eval_only):
@@ -277,7 +249,8 @@ def train(cfg, model, data, state, out, rt):
     ddp_model = rt.wrap(model)
     optimizer = make_optimizer(model, cfg, rt.dtype if rt.dtype == torch.bfloat16 else torch.float32)
     guard = Guard(cfg.spike_zscore, rt.device)
-    now = restore(state, optimizer, cfg, rt) if state else Progress()
+    blocks_per_iter = cfg.gradient_accumulation_steps * cfg.batch_size
+    now = checkpoint.restore(state, optimizer, rt.scaler, blocks_per_iter) if state else checkpoint.Progress()
     wandb = start_wandb(cfg, rt, now.wandb_run_id)
     now.wandb_run_id = wandb.id if wandb else now.wandb_run_id
     if out and state:
@@ -292,36 +265,32 @@ def train(cfg, model, data, state, out, rt):
             wandb.log(values)
 
     def save(best=False, final=False):
-        """The latest checkpoint and, if it is, the best; a disk that is full ends the run only where it ends anyway."""
+        """The latest checkpoint and, if it is, the best. A full disk ends the run only where it ends anyway."""
         nonlocal saved
         if not all(p.isfinite().all() for p in model.parameters()):
             give_up("a weight is no longer finite")
-        saved = now.iter_num
+        failed = torch.zeros(())
         try:
             if out:
-                path = out.save({
-                    "model": model.state_dict(), "model_args": asdict(model.config),
-                    "optimizer": optimizer.state_dict(), "scaler": rt.scaler.state_dict(), **asdict(now),
-                    "config": asdict(cfg), "tokenizer": data.tokenizer.describe(),
-                    "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
-                }, best)  # fmt: skip
+                path = out.save(checkpoint.capture(now, model, optimizer, rt.scaler, cfg, data.tokenizer), best)
                 rt.print(f"saved {path}")
         except checkpoint.SaveError as error:
-            if final:
-                raise UserError(str(error)) from None
-            rt.print(f"{error}; training goes on")
+            failed += 1
+            rt.print(error)
+        if not rt.sum(failed):  # all ranks must know
+            saved = now.iter_num
+        elif final:
+            raise SystemExit(1)
 
     def give_up(why):
-        last_good = (
-            f"the last good checkpoint, of iteration {saved}, is in {cfg.out_dir}" if saved else "nothing was saved"
-        )
-        rt.print(f"stopped at iteration {now.iter_num}: {why}; {last_good}. A lower --learning_rate may help")
+        where = f"the last good checkpoint, of iteration {saved}, is in {cfg.out_dir}" if saved else "nothing was saved"
+        rt.print(f"stopped at iteration {now.iter_num}: {why}; {where}. A lower --learning_rate may help")
         log(incident="stopped", at=now.iter_num)
         raise SystemExit(1)
 
     def report_skips():
         """Say which updates the guard refused; after too many in a row, go back or give up. Waits for the device."""
-        nonlocal rollbacks
+        nonlocal now, rollbacks
         skipped, in_row = guard.report()
         if skipped:
             rt.print(f"iter {now.iter_num}: {skipped} updates skipped: loss or gradient not finite, or a spike")
@@ -335,12 +304,12 @@ def train(cfg, model, data, state, out, rt):
         log(incident="rolled back", at=now.iter_num, to=saved)
         earlier = checkpoint.load(checkpoint.latest(cfg.out_dir))
         model.load_state_dict(earlier["model"])
-        vars(now).update(vars(replace(restore(earlier, optimizer, cfg, rt), blocks=now.blocks)))
+        now = replace(checkpoint.restore(earlier, optimizer, rt.scaler, blocks_per_iter), blocks=now.blocks)
         guard.forget()
         if out:
             out.rewind(now.iter_num, but_incidents=True)
 
-    tokens_per_iter = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
+    tokens_per_iter = blocks_per_iter * cfg.block_size
     rt.print(f"{model.num_params():,} parameters on {rt}; {data}; {tokens_per_iter:,} tokens an iteration")
     if now.iter_num >= cfg.max_iters and state and not cfg.eval_only:
         rt.print(f"nothing to train: {now.iter_num} updates are done, --max_iters={cfg.max_iters}")
@@ -377,7 +346,7 @@ def train(cfg, model, data, state, out, rt):
             group["lr"] = lr
         first = -(-now.blocks // cfg.batch_size)  # rounded up: batch_size may have changed since the checkpoint
         loss, grad_norm = train_step(ddp_model, optimizer, guard, data, first, cfg, rt)
-        now.iter_num, now.blocks = step + 1, (first + cfg.gradient_accumulation_steps) * cfg.batch_size
+        now.iter_num, now.blocks = step + 1, first * cfg.batch_size + blocks_per_iter
         timed += 1
         if step % cfg.log_interval == 0 or step + 1 == cfg.max_iters:
             loss, grad_norm = loss.item(), grad_norm.item()  # waits for the device, so the clock is read after it

@@ -10,6 +10,7 @@ from tiny import flags, here, make_dataset, metrics, same, weights
 import train
 from guard import ENOUGH, Guard
 from optimizer import make_optimizer
+from train import TrainConfig
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def spoil(monkeypatch, at, what=math.nan, times=1):
 def test_an_update_with_a_non_finite_loss_or_gradient_changes_neither_weights_nor_optimizer(value):
     for loss, grad in ((value, 1.0), (1.0, value)):
         layer = torch.nn.Linear(3, 3)
-        optimizer = make_optimizer(layer, 0.1, (0.9, 0.99), 0.1)
+        optimizer = make_optimizer(layer, TrainConfig(optimizer="adamw", learning_rate=0.1))
         guard = Guard(0, "cpu")
         layer(torch.ones(3)).sum().backward()
         optimizer.found_inf = guard.judge(torch.tensor(1.0), torch.tensor(1.0))
