@@ -88,7 +88,12 @@ class Runtime:
             torch.set_float32_matmul_precision("high")  # TF32 for whatever stays float32
         if self.distributed:
             backend = {"cuda": "nccl"}.get(self.device.type, "gloo") if cfg.backend == "auto" else cfg.backend
-            dist.init_process_group(backend, device_id=self.device if backend == "nccl" else None)
+            # torchrun keeps one store over its restarts: without a name of its own a second attempt may find addresses
+            # of the first one's processes there, and can't connect.
+            store, rank, world_size = next(dist.rendezvous("env://"))
+            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+            device_id = self.device if backend == "nccl" else None
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=device_id)
             self.cpu_group = dist.new_group(backend="gloo") if backend == "nccl" else None
         self.compiles = self._compiles(cfg.compile)
         # float16's gradients underflow without a scale; for the other dtypes the scaler passes everything through.

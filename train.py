@@ -37,7 +37,7 @@ class TrainConfig(GPTConfig, RuntimeConfig):
     """The defaults train GPT-2 124M on OpenWebText, the recipe of config/train_gpt2.py."""
 
     # what to train, on what
-    init_from: str = "scratch"  # scratch, resume, gpt2 | gpt2-medium | gpt2-large | gpt2-xl, or a folder with weights
+    init_from: str = "scratch"  # scratch, resume, auto (resume if there is a checkpoint), gpt2 … gpt2-xl, or a folder
     dataset: str = "openwebtext"  # data/NAME with train.bin and val.bin, or a path to such a folder
     vocab_size: int = 0  # V; 0: the data set's, for GPT-2 tokens padded to 50304
     batch_size: int = 12  # B: blocks of block_size tokens in a micro-batch
@@ -173,9 +173,10 @@ def load_weights(cfg, said):
 
     The architecture is that of the weights. Raises UserError where an option that was said contradicts it.
     """
-    if cfg.init_from == "scratch":
+    there = os.path.exists(os.path.join(cfg.out_dir, checkpoint.LATEST))
+    if cfg.init_from == "scratch" or cfg.init_from == "auto" and not there:
         return cfg, None, None, {}
-    if cfg.init_from == "resume":
+    if cfg.init_from in ("resume", "auto"):
         path = checkpoint.latest(cfg.out_dir)
         state = checkpoint.load(path)
         saved = configurator.known(TrainConfig, state.get("config", {}))

@@ -1,9 +1,14 @@
 """The run does not depend on how many ranks carry it."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-from tiny import flags, here, make_dataset, metrics, run
+from tiny import ROOT, flags, here, make_dataset, metrics, run
 
 import train
 
@@ -51,6 +56,27 @@ def test_accumulation_that_two_ranks_cannot_share_is_refused(data, tmp_path):
     assert done.returncode != 0
     assert "--gradient_accumulation_steps=3" in done.stderr and "the nearest that works is 4" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_killed_rank_under_max_restarts_goes_on_by_itself_with_the_losses_of_an_undisturbed_run(
+    alone, data, tmp_path
+):
+    """--init_from=auto resumes where there is a checkpoint; the first attempt starts from scratch."""
+    argv = flags(
+        data, tmp_path, "--max_iters=20", "--gradient_accumulation_steps=4", "--init_from=auto", "--eval_interval=5"
+    )
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
+    with subprocess.Popen([*launcher, str(ROOT / "train.py"), *argv], stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if line.startswith("iter 7:"):
+                workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+                os.kill(int(workers[-1]), signal.SIGKILL)
+                break
+        rest = process.stdout.read()
+        assert process.wait(timeout=100) == 0
+    assert "iter 5: loss" in rest and "iter 0: loss" not in rest, rest
+    found, expected = metrics(tmp_path), metrics(alone)
+    assert list(found) == list(expected) and list(found.values()) == pytest.approx(list(expected.values()), abs=1e-5)
 
 
 def test_metrics_are_json_lines(alone):
