@@ -1,13 +1,15 @@
 """Training state ↔ disk. A checkpoint is one file that is whole or absent, and that can't execute anything.
 
 It holds nanoGPT's keys (model, optimizer, model_args, iter_num, best_val_loss, config) and the tokenizer, so it samples
-after the data folder is gone. `ckpt.pt` is the latest, `best.pt` the best on validation, `*.prev.pt` a former run's in
-the same folder. nanoGPT's own checkpoints load too.
+after the data folder is gone. `ckpt.pt` is the latest, `best.pt` the best on validation, `previous-N/` holds a former
+run's in the same folder. nanoGPT's own checkpoints load too.
 """
 
+import itertools
 import json
 import math
 import os
+import pickle
 import platform
 import re
 import shutil
@@ -25,25 +27,37 @@ from optimizer import load_state
 LATEST, BEST, METRICS = "ckpt.pt", "best.pt", "metrics.jsonl"
 
 
+def _is_count(value):
+    return type(value) is int and -1 <= value < 2**62
+
+
+PLAIN = {  # what the keys of a checkpoint may be, besides its weights
+    "iter_num": lambda v: _is_count(v) and v >= 0, "blocks": lambda v: _is_count(v) and v >= 0, "evaluated": _is_count,
+    "best_val_loss": lambda v: type(v) in (int, float) and not math.isnan(v), "config": lambda v: type(v) is dict,
+    "optimizer": lambda v: type(v) is dict, "scaler": lambda v: type(v) is dict,
+    "wandb_run_id": lambda v: v is None or type(v) is str,
+}  # fmt: skip
+
+
 class OutDir:
     """What one run writes into out_dir: checkpoints, and metrics.jsonl with a JSON object a line.
 
-    A new run's first checkpoint sets the files of a former run aside; until then its metrics are metrics.new.jsonl.
-    With keep=N the last N checkpoints also stay under names of their own, ckpt-ITERATION.pt. Raises UserError where the
-    folder can't be written.
+    A new run's first checkpoint sets the files of a former run aside, in previous-1, previous-2, …; until then its own
+    metrics are metrics.new.jsonl. With keep=N the last N checkpoints also stay under names of their own,
+    ckpt-ITERATION.pt. Raises UserError where the folder can't be written.
     """
 
     def __init__(self, path, new_run, keep=0):
-        self.path, self.set_aside, self.keep = path, new_run, keep
+        self.path, self.new_run, self.keep = path, new_run, keep
+        self.metrics = "metrics.new.jsonl" if new_run and os.path.exists(self._file(METRICS)) else METRICS
         try:
             os.makedirs(path, exist_ok=True)
             write_whole(Path(self._file(".writable")), b"")
             os.remove(self._file(".writable"))
+            if new_run:
+                _remove_if_there(self._file("metrics.new.jsonl"))
         except OSError as error:
             raise UserError(f"--out_dir={path} can't be written: {error}") from None
-        self.metrics = "metrics.new.jsonl" if new_run and os.path.exists(self._file(METRICS)) else METRICS
-        if new_run:
-            _remove_if_there(self._file("metrics.new.jsonl"))
 
     def log(self, metric):
         """Append a line to metrics.jsonl; what is no finite number becomes null, as JSON has no other way."""
@@ -65,61 +79,78 @@ class OutDir:
             for line in self._read_metrics()
             if line.get("iter", -1) < step >= line.get("step", -1) and (but_incidents or line.get("at", -1) <= step)
         ]
-        write_whole(Path(self._file(self.metrics)), "".join(json.dumps(line) + "\n" for line in kept).encode())
+        try:
+            write_whole(Path(self._file(self.metrics)), "".join(json.dumps(line) + "\n" for line in kept).encode())
+        except OSError as error:
+            raise UserError(f"{self._file(self.metrics)} can't be written: {error}") from None
 
     def save(self, state, best=False):
         """Write `state` (tensors and plain types) as the latest checkpoint, and as the best so far if it is → its path.
 
         Under a temporary name, flushed to the disk, then renamed: a kill at any instant leaves the old file or the new.
-        Raises SaveError, the former file untouched, where there is no room or the disk fails.
+        `best.pt` comes first: a run killed between the two resumes from before the evaluation and makes it again.
+        Raises SaveError, the former `ckpt.pt` untouched, where there is no room or the disk fails.
         """
-        temporary = self._file(f".{LATEST}.tmp")
+        temporary, latest = self._file(f".{LATEST}.tmp"), self._file(LATEST)
         try:
+            os.makedirs(self.path, exist_ok=True)
             with open(temporary, "wb") as file:
                 torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
-            if self.set_aside:
+            if self.new_run:
                 self._set_former_run_aside()
-            os.replace(temporary, self._file(LATEST))
             if best:
-                _give_second_name(self._file(LATEST), self._file(BEST))
+                _give_second_name(temporary, self._file(BEST))
             if self.keep:
-                _give_second_name(self._file(LATEST), self._file(f"ckpt-{state['iter_num']:08d}.pt"))
-                for name in self._kept()[: -self.keep]:
-                    os.remove(self._file(name))
+                _give_second_name(temporary, self._file(f"ckpt-{state['iter_num']:08d}.pt"))
+            os.replace(temporary, latest)
+            for name in self._kept()[: -self.keep] if self.keep else ():
+                os.remove(self._file(name))
         except (OSError, RuntimeError) as error:  # torch's writer turns the disk's errors into RuntimeErrors
             _remove_if_there(temporary)
-            free = shutil.disk_usage(self.path).free
+            free = shutil.disk_usage(self.path).free if os.path.isdir(self.path) else 0
             raise SaveError(
-                f"{self._file(LATEST)} was not saved, the former one stays: {_first_line(error)}. "
+                f"{latest} was not saved, the former one stays: {_first_line(error)}. "
                 f"It needs {_nbytes(state) / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free"
             ) from error
-        return self._file(LATEST)
+        return latest
 
     def _file(self, name):
         return os.path.join(self.path, name)
 
     def _kept(self):
-        return sorted(name for name in os.listdir(self.path) if re.fullmatch(r"ckpt-\d+\.pt", name))
+        """The names that keep=N gave, the oldest file first."""
+        names = [name for name in os.listdir(self.path) if re.fullmatch(r"ckpt-\d+\.pt", name)]
+        return sorted(names, key=lambda name: os.stat(self._file(name)).st_mtime_ns)
 
     def _set_former_run_aside(self):
-        for name in (LATEST, BEST, *self._kept(), *([METRICS] if self.metrics != METRICS else [])):
-            stem, extension = os.path.splitext(name)
-            if os.path.exists(self._file(name)):
-                os.replace(self._file(name), self._file(f"{stem}.prev{extension}"))
-        if os.path.exists(self._file(self.metrics)):
+        """Give its files second names in a folder of their own, then take the first ones away, all but ckpt.pt's."""
+        former = [name for name in (LATEST, BEST, *self._kept()) if os.path.exists(self._file(name))]
+        if self.metrics != METRICS:
+            former.append(METRICS)
+        if former:
+            number = next(n for n in itertools.count(1) if not os.path.exists(self._file(f"previous-{n}")))
+            os.mkdir(self._file(f"previous-{number}"))
+            for name in former:
+                _give_second_name(self._file(name), self._file(os.path.join(f"previous-{number}", name)))
+            for name in former:
+                if name != LATEST:  # which the new one replaces
+                    os.remove(self._file(name))
+        if self.metrics != METRICS and os.path.exists(self._file(self.metrics)):
             os.replace(self._file(self.metrics), self._file(METRICS))
-        self.set_aside, self.metrics = False, METRICS
+        self.new_run, self.metrics = False, METRICS
 
     def _read_metrics(self):
         try:
-            with open(self._file(self.metrics), encoding="utf-8") as file:
+            with open(self._file(self.metrics), encoding="utf-8", errors="replace") as file:
                 for line in file:
                     try:
-                        yield json.loads(line)
+                        metric = json.loads(line)
                     except ValueError:  # the last line of a run that was killed while it wrote
                         continue
+                    if isinstance(metric, dict):
+                        yield metric
         except FileNotFoundError:
             return
 
@@ -133,10 +164,13 @@ def _give_second_name(path, name):
     temporary = name + ".tmp"
     _remove_if_there(temporary)  # of a run that was killed between the next two lines
     try:
-        os.link(path, temporary)
-    except OSError:
-        shutil.copyfile(path, temporary)
-    os.replace(temporary, name)
+        try:
+            os.link(path, temporary)
+        except OSError:
+            shutil.copyfile(path, temporary)
+        os.replace(temporary, name)
+    finally:
+        _remove_if_there(temporary)
 
 
 def _remove_if_there(path):
@@ -181,7 +215,7 @@ def restore(state, optimizer, scaler, blocks_per_iter):
         if "blocks" not in state:  # nanoGPT's, which saves right after an evaluation
             now = replace(now, blocks=now.iter_num * blocks_per_iter, evaluated=now.iter_num)
         return replace(now, best_val_loss=float(now.best_val_loss))
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise UserError(
             f"the checkpoint's optimizer can't be resumed ({error!r}); to start afresh from its weights, "
             "name its folder as --init_from"
@@ -189,21 +223,31 @@ def restore(state, optimizer, scaler, blocks_per_iter):
 
 
 def load(path):
-    """A checkpoint file, ours or nanoGPT's → its dict, weights under plain names. Raises UserError."""
+    """A checkpoint file, ours or nanoGPT's → its dict, weights under plain names. Raises UserError for anything else.
+
+    What the file holds is checked for type, range and finiteness here; whether it fits a model or an optimizer, there.
+    """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{path}: no such checkpoint") from None
+    except pickle.UnpicklingError:  # torch's text would advise to trust the file
+        raise UserError(f"{path} can't be read as a checkpoint: it holds more than tensors and plain types") from None
     except Exception as error:  # a torn or foreign file fails in zipfile, pickle, torch or the operating system
         raise UserError(f"{path} can't be read as a checkpoint: {_first_line(error)}") from None
     for key in ("model", "model_args"):
         if not isinstance(state, dict) or not isinstance(state.get(key), dict):
             raise UserError(f"{path} is no checkpoint of a GPT: it has no '{key}'")
+    best = state.get("best_val_loss", math.inf)
+    state["best_val_loss"] = best.item() if isinstance(best, torch.Tensor) and best.numel() == 1 else best
+    for key, fits in PLAIN.items():
+        if key in state and not fits(state[key]):
+            raise UserError(f"{path}: '{key}' can't be {str(state[key])[:50]!r}")
     # torch.compile once wrapped names in _orig_mod., DDP in module.; old attention kept its causal mask as a buffer.
     state["model"] = {
-        name.removeprefix("module.").removeprefix("_orig_mod."): tensor
+        str(name).removeprefix("module.").removeprefix("_orig_mod."): tensor
         for name, tensor in state["model"].items()
-        if not name.endswith(".attn.bias")
+        if not str(name).endswith(".attn.bias")
     }
     state["model_args"].setdefault("gelu", "erf")  # nanoGPT's, which it doesn't record; ours always do
     return state
@@ -232,7 +276,7 @@ def latest(out_dir):
     return path
 
 
-def pretrained(source, prefer=BEST, **changed):
+def pretrained(source, **changed):
     """Weights to start from or to sample → (GPT, tokenizer description or None, where they come from).
 
     source: one of PRETRAINED, a Hugging Face folder (config.json, model.safetensors), an out_dir or a checkpoint file.
@@ -245,8 +289,7 @@ def pretrained(source, prefer=BEST, **changed):
             hint = "; is the hub reachable? A local folder works too" if source in PRETRAINED else ""
             raise UserError(f"--init_from={source}: {_first_line(error)}{hint}") from None
         return model, {"type": "gpt2"} if model.config.vocab_size == 50257 else None, source
-    names = (prefer, BEST, LATEST)
-    candidates = [os.path.join(source, name) for name in names] if os.path.isdir(source) else [source]
+    candidates = [os.path.join(source, name) for name in (BEST, LATEST)] if os.path.isdir(source) else [source]
     path = next((p for p in candidates if os.path.isfile(p)), None)
     if path is None:
         raise UserError(

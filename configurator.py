@@ -35,7 +35,8 @@ def command(main):
         try:
             return main(sys.argv[1:] if argv is None else argv)
         except UserError as error:
-            print(f"{os.path.basename(sys.argv[0])}: {error}", file=sys.stderr)
+            if os.environ.get("LOCAL_RANK", "0") == "0":  # under torchrun one voice a machine is enough
+                print(f"{os.path.basename(sys.argv[0])}: {error}", file=sys.stderr)
             raise SystemExit(2) from None
         except KeyboardInterrupt:
             raise SystemExit(130) from None

@@ -104,7 +104,8 @@ class Dataset:
                     self._read(split, start, np.empty(min(step, self.tokens[split] - start), self.dtype))
 
     def __str__(self):
-        return f"{self.folder.name}: " + ", ".join(f"{n:,} {split}" for split, n in self.tokens.items()) + " tokens"
+        counts = ", ".join(f"{n:,} {split}" for split, n in self.tokens.items())
+        return f"{self.folder.name}: {counts} tokens ({self.tokenizer.describe()['type']})"
 
     def batch(self, split: str, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Batch number `index` ≥ 0 → x, y: (B, T) int64; y is x one token on. UserError for an unknown id."""
@@ -229,7 +230,7 @@ def _read_meta(folder: Path) -> dict:
         dtype, tokens = meta["dtype"], {split: meta["tokens"][split] for split in SPLITS}
         if dtype not in ("uint16", "uint32") or meta["vocab_size"] != tokenizer.vocab_size:
             raise ValueError(f"{dtype} or vocab_size {meta['vocab_size']} don't fit the tokenizer")
-    except (ValueError, KeyError, TypeError, RecursionError, UserError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, UserError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(f"{path} is broken or was never finished ({reason}); {_remedy(folder)}") from error
     return {"dtype": dtype, "tokenizer": tokenizer, "tokens": tokens}

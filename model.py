@@ -37,8 +37,8 @@ class GPTConfig:
     def check(self):
         """Raise ValueError, naming the option, for a shape that no network can have."""
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+            if not 1 <= getattr(self, name) < 1e9:
+                raise ValueError(f"{name} must be at least 1 and below 1e9, not {getattr(self, name)}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd={self.n_embd} must be a multiple of n_head={self.n_head}")
         if not 0 <= self.dropout < 1:
@@ -219,13 +219,21 @@ class GPT(nn.Module):
         block_size crops the position table. Raises ValueError for a folder that isn't a GPT-2, OSError for a file
         that can't be had.
         """
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        with open(_pretrained_file(name_or_folder, "config.json"), encoding="utf-8") as file:
-            hf = json.load(file)
+        try:
+            with open(_pretrained_file(name_or_folder, "config.json"), encoding="utf-8") as file:
+                hf = json.load(file)
+        except (UnicodeDecodeError, RecursionError, json.JSONDecodeError) as error:
+            raise ValueError(f"{name_or_folder}: config.json is no JSON: {error}") from None
         config = _config_from_hf(hf, name_or_folder, dropout)
         weights = {}
-        for name, tensor in load_file(_pretrained_file(name_or_folder, "model.safetensors")).items():
+        try:
+            file = load_file(_pretrained_file(name_or_folder, "model.safetensors"))
+        except SafetensorError as error:
+            raise ValueError(f"{name_or_folder}: model.safetensors can't be read: {error}") from None
+        for name, tensor in file.items():
             name = name.removeprefix("transformer.")  # some files have it, some don't
             if name.endswith((".attn.bias", ".attn.masked_bias")) or name == "lm_head.weight":
                 continue  # causal masks, and the token table once more
@@ -242,17 +250,19 @@ class GPT(nn.Module):
 
     @classmethod
     def from_weights(cls, config, weights):
-        """A config and {name: tensor} → a model that holds those very tensors, in float32 if they were narrower.
+        """A config and {name: tensor} → a model that holds those tensors, in float32, or float64 if all are.
 
         Raises ValueError where names or shapes don't fit the config, before memory is taken for any of them.
         """
         weights = {**weights, "lm_head.weight": weights.get("transformer.wte.weight")}
 
         def expect(name, shape):
-            found = getattr(weights.get(name), "shape", "missing")
-            if found != shape:
-                found = found if found == "missing" else tuple(found)
+            w = weights.get(name)
+            if not isinstance(w, torch.Tensor) or w.shape != shape:
+                found = tuple(w.shape) if isinstance(w, torch.Tensor) else "missing"
                 raise ValueError(f"{name} should have shape {tuple(shape)} by the config, but is {found}")
+            if not is_finite(w):
+                raise ValueError(f"{name} isn't made of finite real numbers")
 
         layers = {name.split(".")[2] for name in weights if name.startswith("transformer.h.")}
         if len(layers) != config.n_layer:
@@ -264,8 +274,9 @@ class GPT(nn.Module):
             expect(name, p.shape)
         if len(weights) > len(model.state_dict()):
             raise ValueError(f"unknown weights {sorted(set(weights) - set(model.state_dict()))[:3]}")
-        narrow = (torch.float16, torch.bfloat16)
-        model.load_state_dict({k: v.float() if v.dtype in narrow else v for k, v in weights.items()}, assign=True)
+        dtype = torch.float64 if all(w.dtype == torch.float64 for w in weights.values()) else torch.float32
+        # contiguous: a stranger's tensor may be one number that claims to be a matrix
+        model.load_state_dict({name: w.to(dtype).contiguous() for name, w in weights.items()}, assign=True)
         model.lm_head.weight = model.transformer.wte.weight  # assigned one by one, tied again
         return model
 
@@ -282,7 +293,8 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
     """logits (B, V) → one id a row, (B,). The options are those of GPT.stream."""
     if temperature == 0:
         return logits.argmax(dim=-1)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature  # the likeliest at 0, however small temperature
     if top_k > 0:
         kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -math.inf)
@@ -293,6 +305,14 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
         beyond.scatter_(-1, order[:, :1], False)  # the likeliest always stays, whatever top_p
         logits = logits.masked_fill(beyond, -math.inf)
     return torch.multinomial(logits.softmax(dim=-1), num_samples=1, generator=generator).squeeze(-1)
+
+
+def is_finite(tensor):
+    """Whether something from a file is a plain tensor of real numbers, all of them finite."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+        return False
+    real = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    return tensor.dtype in real and bool(tensor.isfinite().all())
 
 
 def _pretrained_file(name_or_folder, filename):
@@ -306,6 +326,8 @@ def _pretrained_file(name_or_folder, filename):
 
 def _config_from_hf(hf, source, dropout):
     """transformers' GPT2Config as a dict → GPTConfig. Raises ValueError for what this network can't express."""
+    if not isinstance(hf, dict):
+        raise ValueError(f"{source}: config.json holds no object")
     gelus = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "erf"}
     fixed = {  # option: the value that GPT-2 has, which is also transformers' default
         "model_type": "gpt2", "layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "tie_word_embeddings": True,
@@ -317,7 +339,7 @@ def _config_from_hf(hf, source, dropout):
     if hf.get("n_inner") not in (None, 4 * hf.get("n_embd", 0)):
         raise ValueError(f"{source}: config.json has n_inner={hf['n_inner']}; a GPT-2 has 4 * n_embd")
     activation = hf.get("activation_function", "gelu_new")
-    if activation not in gelus:
+    if not isinstance(activation, str) or activation not in gelus:
         raise ValueError(f"{source}: config.json has activation_function={activation!r}; known are {sorted(gelus)}")
     try:
         return GPTConfig(

@@ -4,6 +4,8 @@ import math
 
 import torch
 
+from model import is_finite
+
 # Muon's quintic: five rounds bring singular values from [0.005, 1] to about [0.7, 1.2] (Jordan et al. 2024).
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 ROUNDS = 5
@@ -100,7 +102,19 @@ def orthogonalise(batch):
 
 
 def load_state(optimizer, saved):
-    """Moments and step counts from a saved state_dict(); rates, decay and betas stay those of this run's options."""
+    """Moments and step counts from a saved state_dict(); rates, decay and betas stay those of this run's options.
+
+    Raises ValueError where a moment isn't a finite tensor of its parameter's shape: the fused kernel trusts that it is.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if saved["state"].keys() != set(range(len(params))):
+        raise ValueError(f"it has state for {len(saved['state'])} parameters, the model {len(params)}")
+    for number, p in enumerate(params):
+        for name, moment in saved["state"][number].items():
+            shape = () if name == "step" else p.shape
+            if not (is_finite(moment) and moment.shape == shape):
+                raise ValueError(f"{name} of parameter {number} is no finite tensor of shape {tuple(shape)}")
+            saved["state"][number][name] = moment.to(torch.float32 if name == "step" else p.dtype).contiguous()
     options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(saved)
     for group, option in zip(optimizer.param_groups, options, strict=True):

@@ -8,10 +8,11 @@ With torchrun every process holds one Runtime; with plain python there is one ra
 
 import math
 import os
+import re
 import signal
 import time
 import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,12 +22,17 @@ import torch.distributed as dist
 from configurator import UserError
 
 # Dense bf16 (fp16 before Ampere) tensor-core peaks in FLOP/s, without sparsity, from NVIDIA's data sheets. The first
-# name that occurs in the device's name counts, so longer names stand before their prefixes.
+# entry whose words occur in the device's name counts.
 PEAK_FLOPS = {
     "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
     "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "A10": 125e12, "A40": 150e12, "RTX 4090": 165e12,
     "RTX 3090": 71e12, "V100": 125e12, "T4": 65e12,
 }  # fmt: skip
+
+
+def peak_flops_of(name):
+    """FLOP/s of the CUDA device of that name at its best, or None for one that isn't in the table."""
+    return next((peak for words, peak in PEAK_FLOPS.items() if re.search(rf"\b{words}\b", name)), None)
 
 
 TIME_IS_UP = 1000  # beyond every signal's number
@@ -41,12 +47,12 @@ class RuntimeConfig:
     seed: int = 1337  # of initialisation, data order and dropout
 
     def check(self):
-        if self.seed < 0:
-            raise ValueError(f"seed must not be negative, but is {self.seed}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be from 0 to 2**63 - 1, not {self.seed}")
 
 
 class Stopping:
-    """Notes SIGTERM, SIGINT and SIGUSR1 (a scheduler's warning), and a time limit in minutes; 0 is none.
+    """Notes SIGTERM, SIGINT, SIGHUP and SIGUSR1 (a scheduler's warning), and a time limit in minutes; 0 is none.
 
     The loop ends its step first. A second Ctrl-C ends the process at once.
     """
@@ -54,8 +60,9 @@ class Stopping:
     def __init__(self, time_limit=0):
         self.signal = 0
         self.deadline = time.monotonic() + time_limit * 60 if time_limit else math.inf
-        names = ("SIGTERM", "SIGINT", "SIGUSR1")  # Windows has no SIGUSR1
+        names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")  # Windows lacks two of them
         signals = [getattr(signal, name) for name in names if hasattr(signal, name)]
+        signals = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # as nohup wants it
         self.former = {number: signal.signal(number, self._note) for number in signals}
 
     def _note(self, number, frame):
@@ -72,16 +79,20 @@ class Runtime:
     """The device, dtype and ranks that a RuntimeConfig comes to on this machine. Raises UserError if it can't be."""
 
     def __init__(self, cfg):
-        # torchrun tells each process its place in these three variables.
-        self.rank = int(os.environ.get("RANK", 0))
-        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
-        self.device = _device(cfg.device, int(os.environ.get("LOCAL_RANK", 0)))
+        # torchrun tells each process its place in these variables; some schedulers set a few of them for their own use.
+        self.distributed = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} <= os.environ.keys()
+        place = (
+            [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] if self.distributed else (0, 1, 0)
+        )
+        self.rank, self.world_size, local_rank = place
+        self.device = _device(cfg.device, local_rank)
+        if cfg.backend == "nccl" and self.device.type != "cuda":
+            raise UserError(f"--backend=nccl needs --device=cuda, not {self.device.type}")
         self.is_main = self.rank == 0
         self.dtype = _dtype(cfg.dtype, self.device.type)
-        if self.dtype != torch.float32 and self.device.type == "cpu" and not _cpu_has_bfloat16():
-            self.print(f"this CPU only emulates {cfg.dtype}; --dtype=float32 is much faster on it")
+        if self.dtype not in (torch.float32, _dtype("auto", self.device.type)):
+            self.print(f"--dtype={cfg.dtype} isn't what this {self.device.type} is fastest in; --dtype=auto would be")
         self.seed = cfg.seed
-        self.distributed = "RANK" in os.environ
         self.stopping = None
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -95,7 +106,7 @@ class Runtime:
             device_id = self.device if backend == "nccl" else None
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=device_id)
             self.cpu_group = dist.new_group(backend="gloo") if backend == "nccl" else None
-        self.compiles = self._compiles(cfg.compile)
+        self.compile, self.compiles = cfg.compile, False  # what is wanted; what came of it when a model was wrapped
         # float16's gradients underflow without a scale; for the other dtypes the scaler passes everything through.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         torch.manual_seed(cfg.seed)
@@ -108,18 +119,15 @@ class Runtime:
     def print(self, *args):
         """On the first rank only, at once also into a pipe."""
         if self.is_main:
-            try:
+            with suppress(OSError):  # a log file on a full disk, or a reader that is gone, is no reason to end a run
                 print(*args, flush=True)
-            except BrokenPipeError:
-                raise
-            except OSError:  # a log file on a full disk is no reason to end a run
-                pass
 
     # -- the model -----------------------------------------------------------------------------------------------------
 
     def wrap(self, model):
         """Move `model` to the device and compile it, both in place → what to train: itself, or DDP around it."""
         model.to(self.device)
+        self.compiles = self._compiles(self.compile)
         if self.compiles:
             model.compile()
         if not self.distributed:
@@ -200,11 +208,8 @@ class Runtime:
     # -- what the machine can do ---------------------------------------------------------------------------------------
 
     def peak_flops(self):
-        """FLOP/s of one device at its best in the dtype that MFU is reckoned in, or None when the name is unknown."""
-        if self.device.type != "cuda":
-            return None
-        name = torch.cuda.get_device_name(self.device)
-        return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+        """FLOP/s of one device at its best, or None where that isn't known."""
+        return peak_flops_of(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
 
     def _compiles(self, wanted):
         """Whether to compile; a machine whose compiler fails is told so once and trains eagerly."""
@@ -230,7 +235,9 @@ def _device(wanted, local_rank):
             device = torch.device("cuda", local_rank)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UserError(f"--device={wanted} can't be used here: {str(error).splitlines()[0]}") from None
+        raise UserError(f"--device={wanted} can't be used here: {str(error).splitlines()[0][:200]}") from None
+    if device.type == "meta":
+        raise UserError("--device=meta computes nothing")
     return device
 
 

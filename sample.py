@@ -32,8 +32,8 @@ class SampleConfig(RuntimeConfig):
     def check(self):
         super().check()
         for name in ("num_samples", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+            if not 1 <= getattr(self, name) < 1e6:
+                raise ValueError(f"{name} must be at least 1 and below 1e6, not {getattr(self, name)}")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be a number from 0 on, not {self.temperature}")
         if self.top_k < 0:
@@ -128,6 +128,7 @@ def main(argv):
     for i, sample in enumerate(samples):
         rest = sample.finish()
         print(rest if alone else texts[i] + rest, "---------------", sep="\n")
+    rt.close()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ Dimensions: B batch_size, T block_size, V vocabulary.
 
 import math
 import os
+import shlex
 import time
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
@@ -78,12 +79,14 @@ class TrainConfig(GPTConfig, RuntimeConfig):
         RuntimeConfig.check(self)
         GPTConfig.check(replace(self.model_config(), vocab_size=self.vocab_size or 1))
         for name in ("batch_size", "gradient_accumulation_steps", "eval_interval", "log_interval", "max_skips"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+            if not 1 <= getattr(self, name) < 1e9:
+                raise ValueError(f"{name} must be at least 1 and below 1e9, not {getattr(self, name)}")
         for name in ("vocab_size", "learning_rate", "max_iters", "weight_decay", "grad_clip", "spike_zscore", "min_lr",
                      "warmup_iters", "lr_decay_iters", "eval_iters", "keep_checkpoints", "time_limit"):  # fmt: skip
-            if not 0 <= getattr(self, name) < math.inf:
+            if not 0 <= getattr(self, name) < 1e40:
                 raise ValueError(f"{name} must be a number from 0 on, not {getattr(self, name)}")
+        if self.decay_lr and self.min_lr > self.learning_rate:
+            raise ValueError(f"min_lr={self.min_lr} must not be above learning_rate={self.learning_rate}")
         if not 0 < self.decay_frac <= 1:
             raise ValueError(f"decay_frac must be in (0, 1], not {self.decay_frac}")
         for name in ("beta1", "beta2"):
@@ -153,7 +156,7 @@ def evaluate(model, data, cfg, rt):
             tokens = (y >= 0).sum().item()  # the last block may be short
             x, y = rt.to_device(x, y)
             with rt.autocast():
-                sums += torch.tensor([model(x, y).item() * tokens, tokens])
+                sums += torch.tensor([model(x, y).item() * tokens, tokens], dtype=torch.float64)
         nats, tokens = rt.sum(sums).tolist()
         means[split] = nats / tokens
     model.train()
@@ -180,7 +183,7 @@ def load_weights(cfg, said):
         path = checkpoint.latest(cfg.out_dir)
         state = checkpoint.load(path)
         saved = configurator.known(TrainConfig, state.get("config", {}))
-        cfg = configurator.build(TrainConfig, {**saved, **said})
+        cfg = configurator.build(TrainConfig, {**saved, **said, "out_dir": cfg.out_dir})  # which may have been moved
         model, tokenizer = checkpoint.model_of(state, path, dropout=cfg.dropout), state.get("tokenizer")
     else:
         crop = {"block_size": cfg.block_size} if "block_size" in said else {}
@@ -294,7 +297,7 @@ def train(cfg, model, data, state, out, rt):
         nonlocal now, rollbacks
         skipped, in_row = guard.report()
         if skipped:
-            rt.print(f"iter {now.iter_num}: {skipped} updates skipped: loss or gradient not finite, or a spike")
+            rt.print(f"iter {now.iter_num}: {skipped} update(s) skipped: loss or gradient not finite, or a spike")
             log(incident="skipped", at=now.iter_num, count=skipped)
         if in_row < cfg.max_skips:
             return
@@ -319,11 +322,10 @@ def train(cfg, model, data, state, out, rt):
     while True:
         step, last = now.iter_num, now.iter_num >= cfg.max_iters
         if reason := rt.stop_reason():
-            if step and step != saved:
+            if step != saved and not cfg.eval_only:
                 save(final=True)
-            rt.print(
-                f"stopped after {step} updates; python train.py --init_from=resume --out_dir={cfg.out_dir} goes on"
-            )
+            out_dir = shlex.quote(f"--out_dir={cfg.out_dir}")
+            rt.print(f"stopped after {step} updates; python train.py --init_from=resume {out_dir} goes on")
             raise SystemExit(0 if reason == TIME_IS_UP else 128 + reason)
         if cfg.eval_only or now.evaluated != step and (last or step % cfg.eval_interval == 0):
             eval_began = time.perf_counter()
@@ -340,6 +342,8 @@ def train(cfg, model, data, state, out, rt):
                 save(best, final=last)
             eval_seconds = time.perf_counter() - eval_began
             since, timed = time.perf_counter(), 0
+            if not last:
+                continue  # a signal may have come meanwhile
         if last:
             return
         lr = learning_rate_at(step, cfg)
@@ -357,7 +361,7 @@ def train(cfg, model, data, state, out, rt):
             rt.print(
                 f"iter {step}: loss {loss:.4f}, time {seconds * 1000:.2f}ms, lr {lr:.2e}, grad norm {grad_norm:.2f}, "
                 f"{tokens_per_iter / seconds:,.0f} tokens/s, mfu {mfu(model, tokens_per_iter / seconds, rt)}, "
-                f"{timedelta(seconds=round(left))} left"
+                f"{timedelta(seconds=round(min(left, 1e10)))} left"
             )
             log(iter=step, loss=loss, lr=lr, grad_norm=grad_norm, ms=seconds * 1000)
             report_skips()

@@ -1,5 +1,7 @@
 """Checkpoint files: whole or absent, inert, nanoGPT's too; what isn't one is refused in a line."""
 
+import contextlib
+import math
 import pickle
 import random
 import re
@@ -95,14 +97,15 @@ def test_a_nanogpt_checkpoint_gives_the_logits_of_its_erf_gelu(file, tmp_path):
     )
 
 
-def test_the_first_save_of_a_new_run_and_only_it_sets_the_former_files_aside(tmp_path):
-    for run in range(2):
+def test_the_first_save_of_a_new_run_and_only_it_sets_the_former_files_aside_and_no_run_is_lost(tmp_path):
+    for run in range(3):
         out = checkpoint.OutDir(str(tmp_path), new_run=True)
         for step in range(3):
             out.save({"model": {}, "model_args": {}, "run": run, "step": step}, best=step == 1)
-    found = {p.name: torch.load(p) for p in tmp_path.glob("*.pt")}
+    found = {str(p.relative_to(tmp_path)): torch.load(p) for p in tmp_path.rglob("*.pt")}
     assert {name: (state["run"], state["step"]) for name, state in found.items()} == {
-        "ckpt.pt": (1, 2), "best.pt": (1, 1), "ckpt.prev.pt": (0, 2), "best.prev.pt": (0, 1),
+        "ckpt.pt": (2, 2), "best.pt": (2, 1), "previous-1/ckpt.pt": (0, 2), "previous-1/best.pt": (0, 1),
+        "previous-2/ckpt.pt": (1, 2), "previous-2/best.pt": (1, 1),
     }  # fmt: skip
 
 
@@ -158,9 +161,9 @@ def without(args, name):
         (lambda s: s["model"].update({"transformer.ln_f.weight": torch.ones(3)}), r"ln_f\.weight .*\(16,\).*\(3,\)"),
         (lambda s: s["model"].update({"transformer.ln_f.weight": "text"}), r"ln_f\.weight"),
         (lambda s: s["model"].update(extra=torch.ones(3)), "extra"),
-        (lambda s: s["model_args"].update(n_layer=10**9), "layers"),
-        (lambda s: s["model_args"].update(vocab_size=10**15), "wte"),
-        (lambda s: s["model_args"].update(n_embd=10**9, n_head=1), "shape"),
+        (lambda s: s["model_args"].update(n_layer=10**8), "layers"),
+        (lambda s: s["model_args"].update(vocab_size=10**8), "wte"),
+        (lambda s: s["model_args"].update(n_embd=10**8, n_head=1), "shape"),
         (lambda s: s["model_args"].update(n_head=0), "n_head"),
         (lambda s: s["model_args"].update(n_head="many"), "n_head"),
         (lambda s: s.update(model_args={}), "shape|layers"),
@@ -175,3 +178,93 @@ def test_a_checkpoint_whose_parts_do_not_fit_ends_in_one_line_and_takes_no_memor
         assert done.returncode == 2, done.stderr
         assert len(done.stderr.splitlines()) == 1
         assert re.search(message, done.stderr), done.stderr
+
+
+def moment(state, value):
+    state["optimizer"]["state"][0]["exp_avg"] = value
+
+
+def weight(state, value):
+    state["model"]["transformer.h.0.attn.c_attn.weight"] = value
+
+
+LIES = {  # what a stranger may write in place of a tensor of 48 × 16 (c_attn) or 20 × 16 (the table, parameter 0)
+    "one number that claims to be a matrix": lambda shape: torch.zeros(1).expand(shape),
+    "another shape": lambda shape: torch.zeros(3),
+    "integers": lambda shape: torch.zeros(shape, dtype=torch.int64),
+    "complex numbers": lambda shape: torch.zeros(shape, dtype=torch.complex64),
+    "a sparse matrix": lambda shape: torch.zeros(shape).to_sparse(),
+    "nothing in memory": lambda shape: torch.zeros(shape, device="meta"),
+    "NaN": lambda shape: torch.full(shape, torch.nan),
+    "text": lambda shape: "text",
+    "double precision": lambda shape: torch.zeros(shape, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("place", [moment, weight])
+@pytest.mark.parametrize("lie", LIES)
+def test_no_tensor_from_a_stranger_reaches_memory_that_is_not_its_own(file, place, lie):
+    """In a process of its own: the fused kernel would write past the end of a tensor that lies about its size."""
+    state = torch.load(file, weights_only=True)
+    V = state["model_args"]["vocab_size"]
+    place(state, LIES[lie]((48, 16) if place is weight else (V, 16)))
+    torch.save(state, file)
+    done = here(train.main, "--init_from=resume", f"--out_dir={file.parent}", "--max_iters=6")
+    if lie in ("one number that claims to be a matrix", "double precision"):  # made whole, then as good as any other
+        assert done.returncode == 0, done.stderr
+    else:
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [("iter_num", -5), ("iter_num", 2.5), ("iter_num", "many"), ("blocks", 2**70), ("best_val_loss", "low"),
+     ("best_val_loss", math.nan), ("best_val_loss", torch.ones(2)), ("config", None), ("config", [1]),
+     ("optimizer", None), ("optimizer", {}), ("optimizer", {"state": {}, "param_groups": []}), ("scaler", 3)],
+    ids=str,
+)  # fmt: skip
+def test_an_entry_that_no_run_can_have_written_ends_in_one_line(file, key, value):
+    change(file, **{key: value})
+    done = here(train.main, "--init_from=resume", f"--out_dir={file.parent}", "--max_iters=6")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_the_refusal_of_a_hostile_file_does_not_advise_to_trust_it(tmp_path):
+    torch.save({"model": {}, "model_args": {}, "config": Bomb()}, tmp_path / "ckpt.pt")
+    with pytest.raises(UserError) as error:
+        checkpoint.load(tmp_path / "ckpt.pt")
+    assert "weights_only" not in str(error.value)
+
+
+def test_a_folder_that_was_moved_goes_on_where_it_is(file, tmp_path):
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    (moved / "ckpt.pt").write_bytes(file.read_bytes())
+    file.unlink()
+    assert here(train.main, "--init_from=resume", f"--out_dir={moved}", "--max_iters=5").returncode == 0
+    assert torch.load(moved / "ckpt.pt", weights_only=True)["iter_num"] == 5 and not file.exists()
+
+
+@pytest.mark.parametrize("at", range(8))
+def test_a_run_that_dies_between_any_two_renames_of_its_first_save_loses_no_run(file, monkeypatch, at):
+    """The former run's latest and best, or the new one's, are there whole, and the former's somewhere."""
+    folder, calls = file.parent, [0]
+    former = {name: (folder / name).read_bytes() for name in ("ckpt.pt", "best.pt", "metrics.jsonl")}
+    out = checkpoint.OutDir(str(folder), new_run=True)
+    for name in ("replace", "remove", "link", "mkdir"):
+        real = getattr(checkpoint.os, name)
+
+        def dies(*args, real=real):
+            calls[0] += 1
+            if calls[0] > at:
+                raise KeyboardInterrupt  # nothing that the code under test would catch
+            return real(*args)
+
+        monkeypatch.setattr(checkpoint.os, name, dies)
+    state = {**torch.load(file, weights_only=True), "iter_num": 1}
+    with contextlib.suppress(KeyboardInterrupt):
+        out.save(state, best=True)
+    monkeypatch.undo()
+    assert checkpoint.load(file)["iter_num"] in (1, 4)
+    files = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
+    assert all(content in files for content in former.values())

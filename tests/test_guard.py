@@ -61,7 +61,7 @@ def test_one_bad_update_is_skipped_and_said_and_the_run_goes_on(data, tmp_path, 
     spoil(monkeypatch, at=6)  # the first micro-batch of update 3
     done = here(train.main, *flags(data, tmp_path))
     assert done.returncode == 0, done.stderr
-    assert "1 updates skipped" in done.stdout and incidents(tmp_path) == ["skipped"]
+    assert "1 update(s) skipped" in done.stdout and incidents(tmp_path) == ["skipped"]
     assert metrics(tmp_path)[3] is None and len(metrics(tmp_path)) == 12
     assert all(w.isfinite().all() for w in weights(tmp_path).values())
     state = torch.load(tmp_path / "ckpt.pt", weights_only=True)

@@ -39,6 +39,17 @@ def test_stopping_and_resuming_changes_no_loss_and_no_weight(whole, data, tmp_pa
     assert all(same(states[0][i], states[1][i]) for i in states[1])
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_scaler_and_narrow_products_resume_to_the_last_bit_too(data, tmp_path, dtype):
+    recipe = (f"--dtype={dtype}", "--max_iters=9", "--lr_decay_iters=9")
+    assert here(train.main, *flags(data, tmp_path / "whole", *recipe)).returncode == 0
+    assert here(train.main, *flags(data, tmp_path / "out", *recipe, "--max_iters=5")).returncode == 0
+    assert here(train.main, "--init_from=resume", f"--out_dir={tmp_path / 'out'}", "--max_iters=9").returncode == 0
+    assert same(weights(tmp_path / "out"), weights(tmp_path / "whole"))
+    states = [torch.load(tmp_path / name / "ckpt.pt", weights_only=True)["scaler"] for name in ("out", "whole")]
+    assert states[0] == states[1] and bool(states[0]) == (dtype == "float16")
+
+
 def test_a_resume_from_an_older_checkpoint_measures_its_metrics_again_without_duplicates(whole, data, tmp_path):
     assert here(train.main, *flags(data, tmp_path, "--max_iters=8", "--lr_decay_iters=30")).returncode == 0
     shutil.copy(tmp_path / "ckpt.pt", tmp_path / "older.pt")

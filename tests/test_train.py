@@ -220,8 +220,8 @@ def test_a_new_run_in_the_same_folder_sets_the_former_one_aside(data, tmp_path):
     assert here(train.main, *flags(data, tmp_path, "--max_iters=4")).returncode == 0
     former = weights(tmp_path)
     assert here(train.main, *flags(data, tmp_path, "--max_iters=4", "--seed=2")).returncode == 0
-    assert same(weights(tmp_path, "ckpt.prev.pt"), former) and not same(weights(tmp_path), former)
-    assert (tmp_path / "best.prev.pt").is_file() and (tmp_path / "metrics.prev.jsonl").is_file()
+    assert same(weights(tmp_path / "previous-1"), former) and not same(weights(tmp_path), former)
+    assert len(metrics(tmp_path / "previous-1")) == len(metrics(tmp_path)) == 4
 
 
 def test_eval_only_prints_one_evaluation_and_writes_nothing(data, tmp_path):
@@ -276,7 +276,11 @@ def test_wandb_offline_gets_the_run(data, tmp_path):
     done = run("train.py", *flags(data, tmp_path / "out", "--wandb_log=True", "--max_iters=2"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
-    assert torch.load(tmp_path / "out" / "ckpt.pt", weights_only=True)["wandb_run_id"]
+    run_id = torch.load(tmp_path / "out" / "ckpt.pt", weights_only=True)["wandb_run_id"]
+    assert run_id
+    done = run("train.py", "--init_from=resume", f"--out_dir={tmp_path / 'out'}", "--max_iters=3", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert torch.load(tmp_path / "out" / "ckpt.pt", weights_only=True)["wandb_run_id"] == run_id
 
 
 @pytest.mark.parametrize(
