@@ -128,6 +128,7 @@ class Bomb:
         return (open, ("exploded", "w"))
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("save", [torch.save, lambda state, path: path.write_bytes(pickle.dumps(state))])
 def test_a_checkpoint_that_wants_to_execute_something_is_refused_and_executes_nothing(tmp_path, monkeypatch, save):
     monkeypatch.chdir(tmp_path)
