@@ -54,10 +54,8 @@ class TrainConfig(GPTConfig, RuntimeConfig):
     max_skips: int = 5  # updates in a row that a non-finite loss or gradient may cost before the run stops
     spike_zscore: float = 0.0  # skip updates whose loss or gradient norm is so many deviations off; 0: never
     # learning rate: linear warmup, then down to min_lr
-    lr_schedule: Literal["cosine", "linear", "wsd"] = (
-        "cosine"  # wsd: stable until decay_frac of the run is left, then linear
-    )
-    decay_frac: float = 0.2  # of wsd
+    lr_schedule: Literal["cosine", "linear", "wsd"] = "cosine"  # wsd: stable, and linear in the last decay_frac
+    decay_frac: float = 0.2  # the part of a wsd run in which the rate falls
     decay_lr: bool = True  # False: learning_rate throughout, without warmup
     warmup_iters: int = 2000  # in which the rate rises
     lr_decay_iters: int = 0  # where min_lr is reached; 0: max_iters
