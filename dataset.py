@@ -1,6 +1,6 @@
 """Token files, both ways; a batch is a function of its index.
 
-    write_dataset("data/mine", {"train": [ids], "val": [more_ids]}, ByteTokenizer(), source="my diary")
+    write_documents("data/mine", [("train", "one text"), ("val", "another")], GPT2Tokenizer(), source="my diary")
     x, y = Dataset("data/mine", block_size=256, batch_size=64, seed=1337).batch("train", 0)
 
 A data set is a folder with train.bin and val.bin (the ids alone, little-endian uint16, or uint32 for a
@@ -9,10 +9,15 @@ vocabulary above 65,536) and meta.json. nanoGPT's folders are read too: no meta.
 B batch, T time (block_size), n tokens of a split.
 """
 
+import hashlib
 import json
 import os
+import re
 import threading
+import time
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +31,12 @@ SPLITS = ("train", "val")
 IGNORED = -1  # a target that does not count
 FULL_CHECK_BYTES = 256 * 2**20  # up to this size a file is checked for bad ids at the start: about 0.1 s
 FEISTEL_ROUNDS = 6
+
+BATCH = 2**20  # characters that a worker encodes at a time: 0.1 s for tiktoken, a few MB of memory
+# Neither GPT-2's pattern nor a character or byte goes on from a non-space to a space: a text may be cut there.
+SAFE_CUT = re.compile(r"(?<=\S)[ \n]")
+JOURNAL = "journal.json.part"  # in the folder of a data set that is being written
+JOURNAL_SECONDS = 2.0  # how much work a kill may cost
 
 
 def write_dataset(
@@ -41,9 +52,8 @@ def write_dataset(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
+    dtype = _dtype_for(tokenizer)
     parts = {split: folder / f"{split}.bin.tmp" for split in splits}
-    tokens = {}
     try:
         for split, arrays in splits.items():
             with open(parts[split], "wb") as file:
@@ -51,17 +61,177 @@ def write_dataset(
                     ids = np.asarray(array, dtype=np.int64)
                     if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
                         raise ValueError(f"{split}: an id outside 0 … {tokenizer.vocab_size - 1}")
-                    file.write(ids.astype(_numpy_dtype(dtype)).tobytes())
-            tokens[split] = parts[split].stat().st_size // _numpy_dtype(dtype).itemsize
-        # From here to the last line the folder is neither old nor new, and says so.
-        write_whole(folder / "meta.json", b'{"state": "unfinished"}\n')
-        for split, part in parts.items():
-            os.replace(part, folder / f"{split}.bin")
+                    file.write(ids.astype(dtype).tobytes())
+        return _publish(folder, parts, tokenizer, source, sha256)
     finally:
         for part in parts.values():
             part.unlink(missing_ok=True)
+
+
+def write_documents(
+    folder: str | Path,
+    documents: Iterable[tuple[str, str | Iterable[str]]],  # (split, text, whole or in chunks), in order
+    tokenizer: Tokenizer,
+    source: str,  # where the text came from, for people
+    sha256: str | None = None,  # of the text, if known
+    end_of_text: bool = True,  # after each document, if the tokenizer has such an id
+    workers: int = os.cpu_count() or 1,
+) -> dict:
+    """Encode documents into a data set and return its meta.json: with `workers` threads, in flat memory.
+
+    Threads are as fast as processes here, as tiktoken works outside the interpreter's lock, and texts and ids
+    change hands without a copy. What was done is journaled: the same call after an interruption reads the
+    documents up to there, checks by a hash that they are the same, and goes on, to the same bytes.
+
+    UserError for a journal of other documents, and for a split without a token; OSError from the disk.
+    """
+    tokenizer.encode("")  # tokenizer files that are missing are missed now
+    dtype = _dtype_for(tokenizer)
+    has_end = end_of_text and tokenizer.end_of_text is not None
+    end = np.array([tokenizer.end_of_text] if has_end else [], dtype)
+
+    own = threading.local()
+
+    def start():
+        own.tokenizer = tokenizer.for_thread()
+
+    def encode(batch):
+        ids = {split: [end[:0]] for split in SPLITS}
+        for split, text, ends in batch:
+            ids[split].append(own.tokenizer.encode_to_numpy(text).astype(dtype, copy=False))
+            if ends:
+                ids[split].append(end)
+        return {split: np.concatenate(arrays).tobytes() for split, arrays in ids.items()}
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = _Unfinished(folder, tokenizer, has_end)
+    waiting: deque = deque()  # (mark, future) in order; twice as many as workers, so that none is idle
+    with ThreadPoolExecutor(workers, initializer=start) as pool:
+        for mark, batch in unfinished.still_to_do(_batches(documents)):
+            waiting.append((mark, pool.submit(encode, batch)))
+            if len(waiting) > 2 * workers:
+                mark, encoded = waiting.popleft()
+                unfinished.append(mark, encoded.result())
+        while waiting:
+            mark, encoded = waiting.popleft()
+            unfinished.append(mark, encoded.result())
+    unfinished.save(complete=True)
+    if empty := [split for split, path in unfinished.parts.items() if not path.stat().st_size]:
+        unfinished.remove()
+        raise UserError(f"no text fell to {' and '.join(empty)}: more documents are needed, or another --val_fraction")
+    meta = _publish(folder, unfinished.parts, tokenizer, source, sha256)
+    unfinished.remove()
+    return meta
+
+
+class _Unfinished:
+    """The part files of a data set that is being written, and a journal of what in them is safe on disk."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, has_end: bool):
+        self.journal = folder / JOURNAL
+        self.parts = {split: folder / f"{split}.bin.part" for split in SPLITS}
+        self._as = {"tokenizer": tokenizer.describe(), "end_of_text": has_end}
+        self._mark = {"batches": 0, "hash": ""}
+        self._saved = time.monotonic()
+        sizes = dict.fromkeys(SPLITS, 0)
+        if self.journal.exists():
+            try:
+                said = json.loads(self.journal.read_bytes())
+                self._mark, sizes = said["mark"], said["sizes"]
+                for split, part in self.parts.items():
+                    if said["complete"] and not part.exists():  # killed between the renames of _publish
+                        os.replace(folder / f"{split}.bin", part)
+                if said["as"] != self._as or any(p.stat().st_size < sizes[s] for s, p in self.parts.items()):
+                    raise ValueError
+            except (ValueError, KeyError, TypeError, OSError):
+                raise self._other() from None
+        for split, part in self.parts.items():
+            part.touch()
+            os.truncate(part, sizes[split])
+
+    def still_to_do(self, batches) -> Iterator[tuple[dict, list]]:
+        """Yield (mark, batch) for each batch after those in the journal; UserError if those were other ones."""
+        hashed, number, done = hashlib.blake2b(digest_size=16), 0, self._mark
+        for number, batch in enumerate(batches, 1):
+            for split, text, ends in batch:
+                hashed.update(f"{split} {ends} {len(text)} {text}".encode("utf-8", "surrogatepass"))
+            mark = {"batches": number, "hash": hashed.hexdigest()}
+            if number > done["batches"]:
+                yield mark, batch
+            elif number == done["batches"] and mark != done:
+                raise self._other()
+        if number < done["batches"]:
+            raise self._other()
+
+    def append(self, mark: dict, encoded: dict[str, bytes]):
+        for split, content in encoded.items():
+            with open(self.parts[split], "ab") as file:
+                file.write(content)
+        self._mark = mark
+        if time.monotonic() > self._saved + JOURNAL_SECONDS:
+            self.save()
+
+    def save(self, complete: bool = False):
+        sizes = {}
+        for split, part in self.parts.items():
+            with open(part, "ab") as file:
+                os.fsync(file.fileno())
+                sizes[split] = file.tell()
+        said = {"as": self._as, "mark": self._mark, "sizes": sizes, "complete": complete}
+        write_whole(self.journal, json.dumps(said).encode())
+        self._saved = time.monotonic()
+
+    def remove(self):
+        for path in (*self.parts.values(), self.journal):
+            path.unlink(missing_ok=True)
+
+    def _other(self):
+        return UserError(f"{self.journal} is of an interrupted run over other text or options: remove it to start anew")
+
+
+def _batches(documents) -> Iterator[list[tuple[str, str, bool]]]:
+    """Documents → lists, of about BATCH characters, of (split, piece of text, does a document end here?)."""
+    batch, size = [], 0
+    for split, text in documents:
+        for piece, ends in _pieces([text] if isinstance(text, str) else text):
+            batch.append((split, piece, ends))
+            size += len(piece) + 100  # what a short document takes besides its text
+            if size >= BATCH:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _pieces(chunks: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """Cut a text anew: yield (piece, is it the last?), at most 2 · BATCH characters each.
+
+    The pieces' ids are together those of the whole, unless BATCH characters pass without a SAFE_CUT (a million
+    letters without a space, or spaces without a letter): then the cut is where it is, and a word becomes two.
+    """
+    text = ""
+    for chunk in chunks:
+        for at in range(0, len(chunk), BATCH):
+            text += chunk[at : at + BATCH]
+            if len(text) > 2 * BATCH:
+                found = SAFE_CUT.search(text, BATCH, 2 * BATCH)
+                cut = found.start() if found else 2 * BATCH
+                yield text[:cut], False
+                text = text[cut:]
+    yield text, True
+
+
+def _publish(folder: Path, parts: dict[str, Path], tokenizer: Tokenizer, source: str, sha256: str | None) -> dict:
+    """Give whole part files their names; write and return meta.json."""
+    dtype = _dtype_for(tokenizer)
+    tokens = {split: part.stat().st_size // dtype.itemsize for split, part in parts.items()}
+    # From here to the last line the folder is neither old nor new, and says so.
+    write_whole(folder / "meta.json", b'{"state": "unfinished"}\n')
+    for split, part in parts.items():
+        os.replace(part, folder / f"{split}.bin")
     meta = {
-        "dtype": dtype,
+        "dtype": dtype.name,
         "vocab_size": tokenizer.vocab_size,
         "tokenizer": tokenizer.describe(),
         "tokens": tokens,
@@ -243,6 +413,10 @@ def _remedy(folder: Path) -> str:
     parent = folder.parent
     others = {path.parent.name for path in [*parent.glob("*/prepare.py"), *parent.glob("*/train.bin")]}
     return f"data sets in {parent}: {', '.join(sorted(others)) or 'none'}"
+
+
+def _dtype_for(tokenizer: Tokenizer) -> np.dtype:
+    return _numpy_dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
 
 
 def _numpy_dtype(name: str) -> np.dtype:

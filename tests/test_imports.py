@@ -13,7 +13,7 @@ from tokenizer import CharTokenizer
 ROOT = Path(__file__).resolve().parents[1]
 # Each layer may import its own and the layers below. A new top-level file must take its place here.
 LAYERS = [
-    {"train", "sample"},  # the commands
+    {"prepare", "train", "sample"},  # the commands
     {"checkpoint", "dataset", "guard", "optimizer", "tokenizer"},
     {"model", "model_numpy", "runtime", "configurator", "fetch"},
 ]

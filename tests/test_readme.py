@@ -9,13 +9,14 @@ from tiny import ROOT, flags, here
 
 import configurator
 import train
+from prepare import PrepareConfig
 from sample import SampleConfig
 from train import TrainConfig
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 # Indented lines are commands, what follows # is a remark.
 COMMANDS = [line.split("  #")[0].strip() for line in TEXT.splitlines() if line.startswith("    ")]
-CONFIGS = {"train.py": TrainConfig, "sample.py": SampleConfig}
+CONFIGS = {"prepare.py": PrepareConfig, "train.py": TrainConfig, "sample.py": SampleConfig}
 
 
 def check(words):
@@ -27,8 +28,11 @@ def check(words):
             pass
         case ["pip", "install", "-r", path]:
             assert (ROOT / path).is_file()
-        case ["python", script] if script.endswith("prepare.py"):
+        case ["python", script] if script.startswith("data/"):
             assert (ROOT / script).is_file()
+        case ["python", "prepare.py", text, *options] if text != "--help":
+            assert not text.startswith("--")
+            configurator.parse(PrepareConfig, [option for option in options if option.startswith("--")])
         case ["python" | "torchrun", *_]:
             script = next(word for word in words if word.endswith(".py"))
             argv = words[words.index(script) + 1 :]

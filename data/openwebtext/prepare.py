@@ -3,7 +3,7 @@
     python data/openwebtext/prepare.py                       # downloads it from the Hugging Face hub
     python data/openwebtext/prepare.py --path=my_documents   # a local folder instead, with a column "text"
 
-Documents are read, encoded and written a thousand at a time: memory stays flat whatever their number.
+Memory stays flat whatever their number. A run that was interrupted goes on when it is called again.
 """
 
 import os
@@ -15,7 +15,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))  # the repository, from wherever we are called
 
 from configurator import UserError, command, parse  # noqa: E402
-from dataset import write_dataset  # noqa: E402
+from dataset import write_documents  # noqa: E402
 from tokenizer import GPT2Tokenizer  # noqa: E402
 
 HUB_NAME = "Skylion007/openwebtext"
@@ -64,31 +64,27 @@ def held_out(n: int) -> list[int]:
     return numbers.train_test_split(test_size=0.0005, seed=2357, shuffle=True)["test"]["number"][:]
 
 
-def encoded(documents, skip: set, tokenizer: GPT2Tokenizer, threads: int, progress):
-    """Yield the ids of each document but those in `skip`, with end_of_text after it."""
-    for start in range(0, len(documents), AT_ONCE):
-        texts = documents[start : start + AT_ONCE]["text"]
-        kept = [text for number, text in enumerate(texts, start) if number not in skip]
-        for ids in tokenizer.encoding.encode_ordinary_batch(kept, num_threads=threads):
-            yield ids + [tokenizer.end_of_text]
-        progress.update(len(kept))
+def split_documents(documents):
+    """Yield (split, text) of each document, val first."""
+    from tqdm import tqdm
+
+    val = held_out(len(documents))
+    held = set(val)
+    with tqdm(total=len(documents), unit="doc", disable=None) as progress:  # None: on a terminal only
+        for split, part in (("val", documents.select(val)), ("train", documents)):
+            for start in range(0, len(part), AT_ONCE):
+                for number, text in enumerate(part[start : start + AT_ONCE]["text"], start):
+                    if split == "val" or number not in held:
+                        yield split, text
+                        progress.update()
 
 
 @command
 def main(argv):
-    from tqdm import tqdm
-
     cfg = parse(PrepareConfig, argv)
-    tokenizer = GPT2Tokenizer()
-    documents = load_documents(cfg)
-    val = held_out(len(documents))
-    with tqdm(total=len(documents), unit="doc", desc="encode") as progress:
-        splits = {
-            "val": encoded(documents.select(val), set(), tokenizer, cfg.num_proc, progress),
-            "train": encoded(documents, set(val), tokenizer, cfg.num_proc, progress),
-        }
-        source = cfg.path or f"huggingface.co/datasets/{HUB_NAME}"
-        meta = write_dataset(cfg.out_dir, splits, tokenizer, source)
+    documents = split_documents(load_documents(cfg))
+    source = cfg.path or f"huggingface.co/datasets/{HUB_NAME}"
+    meta = write_documents(cfg.out_dir, documents, GPT2Tokenizer(), source, workers=cfg.num_proc)
     print(f"tokens: train {meta['tokens']['train']:,}, val {meta['tokens']['val']:,}")
     print("next: torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py")
 

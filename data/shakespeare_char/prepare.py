@@ -15,7 +15,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))  # the repository, from wherever we are called
 
 from configurator import UserError, command  # noqa: E402
-from dataset import write_dataset  # noqa: E402
+from dataset import write_documents  # noqa: E402
 from fetch import download, wheel_members  # noqa: E402
 from tokenizer import CharTokenizer  # noqa: E402
 
@@ -124,8 +124,9 @@ def prepare(folder: Path, tokenizer_for, next_command: str):
     text, source = find_text(folder)
     tokenizer = tokenizer_for(text)
     cut = len(text) * 9 // 10
-    splits = {"train": [tokenizer.encode(text[:cut])], "val": [tokenizer.encode(text[cut:])]}
-    meta = write_dataset(folder, splits, tokenizer, source, sha256_of(text))
+    splits = [("train", text[:cut]), ("val", text[cut:])]
+    # One text in two parts is not two documents: no end_of_text.
+    meta = write_documents(folder, splits, tokenizer, source, sha256_of(text), end_of_text=False)
     print(f"text: {source}\n{len(text):,} characters, vocabulary {meta['vocab_size']:,}")
     print(f"tokens: train {meta['tokens']['train']:,}, val {meta['tokens']['val']:,}\nnext: {next_command}")
 
