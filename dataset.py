@@ -292,13 +292,14 @@ class Dataset:
 
         The split is cut into ⌈(n - 1) / T⌉ blocks; eval_iters batches of them are taken, evenly spread, or as
         many as val has for eval_iters = 0: then each target of val counts exactly once. Every batch has the
-        same shape (compiled models like that); places without a token hold x = 0, y = -1.
+        same shape (compiled models like that) and every rank as many (so that ranks can act together);
+        places without a token hold x = 0, y = -1.
         """
         B, T = self.batch_size, self.block_size
         blocks = {name: -(-(n - 1) // T) for name, n in self.tokens.items()}
         total = blocks[split]
         taken = min(total, eval_iters * B if eval_iters else blocks["val"])
-        for first in range(rank * B, taken, world_size * B):
+        for first in range(rank * B, taken + rank * B, world_size * B):
             x, y = torch.zeros(B, T, dtype=torch.int64), torch.full((B, T), IGNORED)
             for row, number in enumerate(range(first, min(first + B, taken))):
                 start = number * total // taken * T

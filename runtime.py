@@ -190,6 +190,8 @@ class Runtime:
 
         Where ranks train on GPUs they agree through a group of their CPUs, so that no rank waits for its GPU.
         """
+        if not self.stopping:
+            return 0
         reason = self.stopping.signal
         if not reason and time.monotonic() > self.stopping.deadline:
             reason = TIME_IS_UP

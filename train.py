@@ -5,17 +5,16 @@
     torchrun --nnodes=2 --node_rank=0 --master_addr=10.0.0.1 --nproc_per_node=8 train.py config/train_gpt2.py
     python train.py --init_from=resume --out_dir=out        # goes on, with the config it was started with
 
-This file is the recipe, top to bottom: options, schedule, step, evaluation, loop. Ranks and devices are runtime.py's.
+This file is the recipe, top to bottom: options, schedule, step, evaluation, loop. Ranks and devices are runtime.py's,
+metrics and saves run.py's.
 
 Dimensions: B batch_size, T block_size, V vocabulary.
 """
 
 import math
 import os
-import shlex
 import time
 from dataclasses import asdict, dataclass, fields, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -24,13 +23,11 @@ import torch
 import checkpoint
 import configurator
 from configurator import UserError
-from dataset import Dataset
-from guard import Guard
+from dataset import SPLITS, Dataset
 from model import GPT, GPTConfig
 from optimizer import make_optimizer
-from runtime import TIME_IS_UP, Runtime, RuntimeConfig, is_out_of_memory
-
-MAX_ROLLBACKS = 3  # in one run; a fourth would hardly help
+from run import Run
+from runtime import Runtime, RuntimeConfig, is_out_of_memory
 
 
 @dataclass
@@ -145,20 +142,24 @@ def train_step(model, optimizer, guard, data, first, cfg, rt):
 
 @torch.no_grad()
 def evaluate(model, data, cfg, rt):
-    """{split: mean loss a token}, over a fixed, evenly spread part of each split that the ranks share out."""
+    """{split: mean loss a token}, over a fixed, evenly spread part of each split that the ranks share out.
+
+    None if the run was told to stop meanwhile.
+    """
     model.eval()
-    means = {}
-    for split in ("train", "val"):
-        sums = torch.zeros(2, dtype=torch.float64)  # nats, tokens
+    sums = torch.zeros(len(SPLITS), 2, dtype=torch.float64)  # nats, tokens
+    for number, split in enumerate(SPLITS):
         for x, y in data.eval_batches(split, cfg.eval_iters, rt.rank, rt.world_size):
-            tokens = (y >= 0).sum().item()  # the last block may be short
+            if rt.stop_reason():
+                model.train()
+                return None
+            tokens = (y >= 0).sum().item()  # the last block may be short, and a rank's last batch empty
             x, y = rt.to_device(x, y)
             with rt.autocast():
-                sums += torch.tensor([model(x, y).item() * tokens, tokens], dtype=torch.float64)
-        nats, tokens = rt.sum(sums).tolist()
-        means[split] = nats / tokens
+                loss = model(x, y).item()
+            sums[number] += torch.tensor([loss * tokens if tokens else 0.0, tokens], dtype=torch.float64)
     model.train()
-    return means
+    return {split: nats / tokens for split, (nats, tokens) in zip(SPLITS, rt.sum(sums).tolist(), strict=True)}
 
 
 # ---- what is trained ---------------------------------------------------------------------------------------------
@@ -205,19 +206,6 @@ def check_agreement(cfg, tokenizer, data):
         raise UserError(f"data set {cfg.dataset} was made with another tokenizer than the weights of {cfg.init_from}")
 
 
-def start_wandb(cfg, rt, run_id):
-    """This process's wandb run, the one of run_id if there is such, or None. Raises UserError when it can't start."""
-    if not (cfg.wandb_log and rt.is_main and not cfg.eval_only):
-        return None
-    try:
-        import wandb
-
-        options = {"project": cfg.wandb_project, "name": cfg.wandb_run_name, "config": asdict(cfg)}
-        return wandb.init(**options, id=run_id, resume="allow")
-    except Exception as error:  # not installed, not logged in, not reachable
-        raise UserError(f"--wandb_log=True: {error}; `wandb login`, or WANDB_MODE=offline, or leave it off") from None
-
-
 # ---- the loop ----------------------------------------------------------------------------------------------------
 
 
@@ -248,127 +236,34 @@ def main(argv):
 
 def train(cfg, model, data, state, out, rt):
     """From the state of a checkpoint, or from {}, to max_iters updates; `out` is the main rank's OutDir."""
-    ddp_model = rt.wrap(model)
+    wrapped = rt.wrap(model)
     optimizer = make_optimizer(model, cfg, rt.dtype if rt.dtype == torch.bfloat16 else torch.float32)
-    guard = Guard(cfg.spike_zscore, rt.device)
+    run = Run(cfg, model, optimizer, data.tokenizer, state, out, rt)
     blocks_per_iter = cfg.gradient_accumulation_steps * cfg.batch_size
-    now = checkpoint.restore(state, optimizer, rt.scaler, blocks_per_iter) if state else checkpoint.Progress()
-    wandb = start_wandb(cfg, rt, now.wandb_run_id)
-    now.wandb_run_id = wandb.id if wandb else now.wandb_run_id
-    if out and state:
-        out.rewind(now.iter_num)
-    saved = now.iter_num if state else None  # iter_num of this run's latest checkpoint
-    rollbacks = 0
-
-    def log(**values):
-        if out:
-            out.log(values)
-        if wandb:
-            wandb.log(values)
-
-    def save(best=False, final=False):
-        """The latest checkpoint and, if it is, the best. A full disk ends the run only where it ends anyway."""
-        nonlocal saved
-        if not all(p.isfinite().all() for p in model.parameters()):
-            give_up("a weight is no longer finite")
-        failed = torch.zeros(())
-        try:
-            if out:
-                path = out.save(checkpoint.capture(now, model, optimizer, rt.scaler, cfg, data.tokenizer), best)
-                rt.print(f"saved {path}")
-        except checkpoint.SaveError as error:
-            failed += 1
-            rt.print(error)
-        if not rt.sum(failed):  # all ranks must know
-            saved = now.iter_num
-        elif final:
-            raise SystemExit(1)
-
-    def give_up(why):
-        where = f"the last good checkpoint, of iteration {saved}, is in {cfg.out_dir}" if saved else "nothing was saved"
-        rt.print(f"stopped at iteration {now.iter_num}: {why}; {where}. A lower --learning_rate may help")
-        log(incident="stopped", at=now.iter_num)
-        raise SystemExit(1)
-
-    def report_skips():
-        """Say which updates the guard refused; after too many in a row, go back or give up. Waits for the device."""
-        nonlocal now, rollbacks
-        skipped, in_row = guard.report()
-        if skipped:
-            rt.print(f"iter {now.iter_num}: {skipped} update(s) skipped: loss or gradient not finite, or a spike")
-            log(incident="skipped", at=now.iter_num, count=skipped)
-        if in_row < cfg.max_skips:
-            return
-        if not (cfg.spike_zscore and saved and rollbacks < MAX_ROLLBACKS):
-            give_up(f"{in_row} updates in a row had to be skipped")
-        rollbacks += 1
-        rt.print(f"iter {now.iter_num}: back to the checkpoint of iteration {saved}, past the data since then")
-        log(incident="rolled back", at=now.iter_num, to=saved)
-        earlier = checkpoint.load(checkpoint.latest(cfg.out_dir))
-        model.load_state_dict(earlier["model"])
-        now = replace(checkpoint.restore(earlier, optimizer, rt.scaler, blocks_per_iter), blocks=now.blocks)
-        guard.forget()
-        if out:
-            out.rewind(now.iter_num, but_incidents=True)
-
     tokens_per_iter = blocks_per_iter * cfg.block_size
     rt.print(f"{model.num_params():,} parameters on {rt}; {data}; {tokens_per_iter:,} tokens an iteration")
-    if now.iter_num >= cfg.max_iters and state and not cfg.eval_only:
-        rt.print(f"nothing to train: {now.iter_num} updates are done, --max_iters={cfg.max_iters}")
+    if run.now.iter_num >= cfg.max_iters and state and not cfg.eval_only:
+        rt.print(f"nothing to train: {run.now.iter_num} updates are done, --max_iters={cfg.max_iters}")
     rt.watch_signals(cfg.time_limit)
-    since, timed, eval_seconds = time.perf_counter(), 0, 0.0
     while True:
-        step, last = now.iter_num, now.iter_num >= cfg.max_iters
-        if reason := rt.stop_reason():
-            if step != saved and not cfg.eval_only:
-                save(final=True)
-            out_dir = shlex.quote(f"--out_dir={cfg.out_dir}")
-            rt.print(f"stopped after {step} updates; python train.py --init_from=resume {out_dir} goes on")
-            raise SystemExit(0 if reason == TIME_IS_UP else 128 + reason)
-        if cfg.eval_only or now.evaluated != step and (last or step % cfg.eval_interval == 0):
-            eval_began = time.perf_counter()
+        run.stop_if_told()
+        step, last = run.now.iter_num, run.now.iter_num >= cfg.max_iters
+        if cfg.eval_only or run.now.evaluated != step and (last or step % cfg.eval_interval == 0):
+            began = time.perf_counter()
             losses = evaluate(model, data, cfg, rt)
-            rt.print(f"step {step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
-            if cfg.eval_only:
-                return
-            log(step=step, train_loss=losses["train"], val_loss=losses["val"])
-            if not math.isfinite(sum(losses.values())):
-                give_up("the model computes no finite loss any more")
-            now.evaluated, best = step, losses["val"] < now.best_val_loss
-            now.best_val_loss = min(now.best_val_loss, losses["val"])
-            if last or step != (saved or 0) and (best or cfg.always_save_checkpoint):
-                save(best, final=last)
-            eval_seconds = time.perf_counter() - eval_began
-            since, timed = time.perf_counter(), 0
-            if not last:
-                continue  # a signal may have come meanwhile
-        if last:
+            if losses is None:
+                continue
+            run.evaluated(losses, began)
+        if last or cfg.eval_only:
             return
         lr = learning_rate_at(step, cfg)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        first = -(-now.blocks // cfg.batch_size)  # rounded up: batch_size may have changed since the checkpoint
-        loss, grad_norm = train_step(ddp_model, optimizer, guard, data, first, cfg, rt)
-        now.iter_num, now.blocks = step + 1, first * cfg.batch_size + blocks_per_iter
-        timed += 1
+        first = -(-run.now.blocks // cfg.batch_size)  # rounded up: batch_size may have changed since the checkpoint
+        loss, grad_norm = train_step(wrapped, optimizer, run.guard, data, first, cfg, rt)
+        run.updated(blocks=first * cfg.batch_size + blocks_per_iter)
         if step % cfg.log_interval == 0 or step + 1 == cfg.max_iters:
-            loss, grad_norm = loss.item(), grad_norm.item()  # waits for the device, so the clock is read after it
-            seconds = (time.perf_counter() - since) / timed
-            since, timed = time.perf_counter(), 0
-            left = (cfg.max_iters - step - 1) * seconds + (cfg.max_iters - step) // cfg.eval_interval * eval_seconds
-            rt.print(
-                f"iter {step}: loss {loss:.4f}, time {seconds * 1000:.2f}ms, lr {lr:.2e}, grad norm {grad_norm:.2f}, "
-                f"{tokens_per_iter / seconds:,.0f} tokens/s, mfu {mfu(model, tokens_per_iter / seconds, rt)}, "
-                f"{timedelta(seconds=round(min(left, 1e10)))} left"
-            )
-            log(iter=step, loss=loss, lr=lr, grad_norm=grad_norm, ms=seconds * 1000)
-            report_skips()
-
-
-def mfu(model, tokens_per_second, rt):
-    """Model FLOPs utilisation: the share of the devices' peak that went into the model's own arithmetic."""
-    peak = rt.peak_flops()
-    return f"{model.flops_per_token() * tokens_per_second / (peak * rt.world_size):.1%}" if peak else "n/a"
+            run.log_update(loss, grad_norm, lr)
 
 
 if __name__ == "__main__":

@@ -79,6 +79,29 @@ def test_a_run_that_signals_stopped_between_evaluations_goes_on_to_the_last_bit(
         assert metrics(tmp_path / "out", kind, value) == metrics(tmp_path / "whole", kind, value)
 
 
+def test_a_signal_during_an_evaluation_ends_it_too_and_the_resumed_run_makes_it_again(data, tmp_path, monkeypatch):
+    recipe = ("--dropout=0.1", "--eval_interval=4", "--eval_iters=0")
+    assert here(train.main, *flags(data, tmp_path / "whole", *recipe)).returncode == 0
+    wanted, number = train.Dataset.eval_batches, [0]
+
+    def eval_batches(self, *args):
+        for batch in wanted(self, *args):
+            number[0] += 1
+            if number[0] == 25:  # an evaluation has ten, five a split
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert number[0] <= 25, "the evaluation went on"
+            yield batch
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Dataset, "eval_batches", eval_batches)
+        done = here(train.main, *flags(data, tmp_path / "out", *recipe))
+    assert done.returncode == 128 + signal.SIGTERM and "stopped after 8 updates" in done.stdout
+    assert here(train.main, "--init_from=resume", f"--out_dir={tmp_path / 'out'}").returncode == 0
+    assert same(weights(tmp_path / "out"), weights(tmp_path / "whole"))
+    for kind, value in (("iter", "loss"), ("step", "val_loss"), ("step", "train_loss")):
+        assert metrics(tmp_path / "out", kind, value) == metrics(tmp_path / "whole", kind, value)
+
+
 def test_the_handlers_are_gone_when_the_run_is(data, tmp_path):
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     assert here(train.main, *flags(data, tmp_path, "--max_iters=1")).returncode == 0
