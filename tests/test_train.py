@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -295,6 +296,20 @@ def test_what_cannot_work_ends_with_code_2_before_anything_is_written(data, tmp_
     done = here(train.main, *flags(data, tmp_path / "out", *more))
     assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) <= 2
     assert not (tmp_path / "out").exists()
+
+
+def test_paths_with_spaces_umlauts_and_equals_signs_from_another_folder_in_the_c_locale(data, tmp_path):
+    folder = tmp_path / "a = ü 中"
+    folder.mkdir()
+    shutil.copytree(data, folder / "däta set")
+    (folder / "my cönfig=1.py").write_text("# träin\nout_dir = 'öut = 1'\nmax_iters = 2\n", encoding="utf-8")
+    env = {**os.environ, "LC_ALL": "C"}
+    argv = [arg for arg in flags("däta set", "") if not arg.startswith(("--out_dir", "--max_iters"))]
+    done = run("train.py", "my cönfig=1.py", *argv, cwd=folder, env=env)
+    assert done.returncode == 0, done.stderr
+    assert (folder / "öut = 1" / "ckpt.pt").is_file()
+    done = run("train.py", "--init_from=resume", "--out_dir=öut = 1", "--max_iters=3", cwd=folder, env=env)
+    assert done.returncode == 0 and "iter 2: loss" in done.stdout, done.stderr
 
 
 def test_accumulation_that_the_ranks_cannot_share_names_both_and_the_nearest_that_works(data):
