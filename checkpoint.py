@@ -34,7 +34,7 @@ def _is_count(value):
 PLAIN = {  # what the keys of a checkpoint may be, besides its weights
     "iter_num": lambda v: _is_count(v) and v >= 0, "blocks": lambda v: _is_count(v) and v >= 0, "evaluated": _is_count,
     "best_val_loss": lambda v: type(v) in (int, float) and not math.isnan(v), "config": lambda v: type(v) is dict,
-    "optimizer": lambda v: type(v) is dict, "scaler": lambda v: type(v) is dict,
+    "optimizer": lambda v: type(v) is dict, "scaler": lambda v: type(v) is dict, "average": lambda v: type(v) is dict,
     "wandb_run_id": lambda v: v is None or type(v) is str,
 }  # fmt: skip
 
@@ -84,23 +84,32 @@ class OutDir:
         except OSError as error:
             raise UserError(f"{self._file(self.metrics)} can't be written: {error}") from None
 
-    def save(self, state, best=False):
-        """Write `state` (tensors and plain types) as the latest checkpoint, and as the best so far if it is → its path.
+    def save(self, state, best=None):
+        """Write `state` (tensors and plain types) as the latest checkpoint, and `best`, maybe the same → its path.
 
         Under a temporary name, flushed to the disk, then renamed: a kill at any instant leaves the old file or the new.
         `best.pt` comes first: a run killed between the two resumes from before the evaluation and makes it again.
         Raises SaveError, the former `ckpt.pt` untouched, where there is no room or the disk fails.
         """
-        temporary, latest = self._file(f".{LATEST}.tmp"), self._file(LATEST)
-        try:
-            os.makedirs(self.path, exist_ok=True)
-            with open(temporary, "wb") as file:
+        latest, written = self._file(LATEST), []
+
+        def write(state, name):
+            written.append(self._file(f".{name}.tmp"))
+            with open(written[-1], "wb") as file:
                 torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
+            return written[-1]
+
+        try:
+            os.makedirs(self.path, exist_ok=True)
+            temporary = write(state, LATEST)
+            other = write(best, BEST) if best and best is not state else None
             if self.new_run:
                 self._set_former_run_aside()
-            if best:
+            if other:
+                os.replace(other, self._file(BEST))
+            elif best:
                 _give_second_name(temporary, self._file(BEST))
             if self.keep:
                 _give_second_name(temporary, self._file(f"ckpt-{state['iter_num']:08d}.pt"))
@@ -108,11 +117,13 @@ class OutDir:
             for name in self._kept()[: -self.keep] if self.keep else ():
                 os.remove(self._file(name))
         except (OSError, RuntimeError) as error:  # torch's writer turns the disk's errors into RuntimeErrors
-            _remove_if_there(temporary)
+            for path in written:
+                _remove_if_there(path)
             free = shutil.disk_usage(self.path).free if os.path.isdir(self.path) else 0
+            needed = _nbytes(state) + (_nbytes(best) if best is not state else 0)
             raise SaveError(
                 f"{latest} was not saved, the former one stays: {_first_line(error)}. "
-                f"It needs {_nbytes(state) / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free"
+                f"It needs {needed / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free"
             ) from error
         return latest
 
@@ -206,9 +217,14 @@ def capture(now, model, optimizer, scaler, cfg, tokenizer):
     }  # fmt: skip
 
 
-def restore(state, optimizer, scaler, blocks_per_iter):
-    """A checkpoint's optimizer and scaler into ours → its Progress. Raises UserError where they don't fit."""
+def restore(state, optimizer, scaler, average, blocks_per_iter):
+    """A checkpoint's optimizer, scaler and average into ours → its Progress. Raises UserError where they don't fit.
+
+    Where ours has an average (or None) and the checkpoint none, that begins anew with the weights.
+    """
     try:
+        if average and "average" in state:
+            average.load_state_dict(state["average"])
         load_state(optimizer, state["optimizer"])
         scaler.load_state_dict(state.get("scaler") or scaler.state_dict())
         now = Progress(**{field.name: state[field.name] for field in fields(Progress) if field.name in state})

@@ -1,8 +1,10 @@
-"""Parameter groups, AdamW and Muon."""
+"""Parameter groups, AdamW and Muon; the average of the weights."""
 
 import math
+from contextlib import contextmanager
 
 import torch
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from model import is_finite
 
@@ -99,6 +101,46 @@ def orthogonalise(batch):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
+
+
+class Average:
+    """An exponential moving average of a model's weights, by torch's own rule: w̄ ← decay · w̄ + (1 - decay) · w."""
+
+    def __init__(self, model, decay):
+        self.model, self.rule = model, get_ema_multi_avg_fn(decay)
+        self.params = list(model.parameters())
+        self.weights = [p.detach().clone() for p in self.params]
+
+    def update(self):
+        self.rule(self.weights, [p.detach() for p in self.params], None)
+
+    @contextmanager
+    def applied(self):
+        """Inside, the model has the averaged weights. They change places, so that memory is taken for one at a time."""
+        self._change_places()
+        try:
+            yield
+        finally:
+            self._change_places()
+
+    def state_dict(self):
+        """The averaged weights under the names of model.state_dict(), where a tied weight stands twice."""
+        averaged = dict(zip(self.params, self.weights, strict=True))
+        return {name: averaged[p] for name, p in self.model.state_dict(keep_vars=True).items()}
+
+    def load_state_dict(self, saved):
+        """Raises ValueError where `saved` isn't what state_dict() of such a model gives."""
+        for name, weight in self.state_dict().items():
+            if not (is_finite(saved.get(name)) and saved[name].shape == weight.shape):
+                raise ValueError(f"the average of {name} is no finite tensor of shape {tuple(weight.shape)}")
+            weight.copy_(saved[name])
+
+    @torch.no_grad()
+    def _change_places(self):
+        for p, weight in zip(self.params, self.weights, strict=True):
+            now = p.clone()
+            p.copy_(weight)
+            weight.copy_(now)
 
 
 def load_state(optimizer, saved):
