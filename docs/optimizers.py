@@ -4,6 +4,7 @@
     python docs/optimizers.py              # all of them: a few hours on a laptop
     python docs/optimizers.py chars        # one experiment: chars or tokens
     python docs/optimizers.py chars --jobs=2
+    python docs/optimizers.py time         # on a quiet machine: the seconds to a loss, nanoGPT's recipe against ours
 
 Each run is train.py with a seed and the flags below, in out-optimizers/NAME-SEED, and can be interrupted. The first
 seed tries every rate; the other seeds repeat the rows that are marked.
@@ -133,7 +134,34 @@ def draw(experiment):
     figure.savefig(ROOT / "docs" / f"optimizers-{experiment}.svg", metadata={"Date": None})
 
 
+def seconds_to(out, goal):
+    """Seconds of training, without evaluations, until the loss on the validation set was at most `goal`."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    step = min(line["step"] for line in lines if line.get("val_loss", 99) <= goal)
+    ms = {line["iter"]: line["ms"] for line in lines if "iter" in line}  # the mean since the line before
+    return sum(ms[at] * (at - before) for before, at in zip([-1, *ms], ms, strict=False) if at < step) / 1000, step
+
+
+def compare_times(rounds=3):
+    """nanoGPT's laptop recipe, float32 and eager, against the CPU recipe's network in as few updates; in turns."""
+    common = f"{sys.executable} {ROOT}/train.py {{}} --eval_iters=0 --log_interval=10 --device=cpu --compile=False"
+    nanogpt = f"{CHARS} {rate(1e-3)} --eval_interval=100 --out_dir={OUT}/time-nanogpt"
+    ours = f"{ROOT}/config/train_shakespeare_char_cpu.py --max_iters=350 --eval_interval=50 --out_dir={OUT}/time-ours"
+    for _ in range(rounds):
+        for flags in (nanogpt, ours):
+            subprocess.run(common.format(flags).split(), check=True, capture_output=True)
+        goal = max(1.88, min(losses(OUT / "time-nanogpt")[0].values()))
+        (slow, slow_step), (fast, fast_step) = (seconds_to(OUT / f"time-{name}", goal) for name in ("nanogpt", "ours"))
+        print(
+            f"to a loss of {goal:.4f}: nanoGPT's recipe {slow:.1f} s ({slow_step} updates), "
+            f"ours {fast:.1f} s ({fast_step} updates), ratio {fast / slow:.3f}",
+            flush=True,
+        )
+
+
 def main(argv):
+    if argv == ["time"]:
+        return compare_times()
     jobs = next((int(arg.removeprefix("--jobs=")) for arg in argv if arg.startswith("--jobs=")), 1)
     wanted = [arg for arg in argv if not arg.startswith("--")] or list(EXPERIMENTS)
     with ThreadPoolExecutor(jobs) as pool:
