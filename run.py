@@ -87,7 +87,7 @@ class Run:
         if loss >= former_best:
             best = None
         self.now.evaluated, self.now.best_val_loss = step, min(former_best, loss)
-        wanted = last or step != (self.saved or 0) and (best or self.cfg.always_save_checkpoint)
+        wanted = last or step and (best or self.cfg.always_save_checkpoint and step != self.saved)
         if wanted and not self._save(best, final=last):
             self.now.best_val_loss = former_best  # which is what best.pt has; a later one may be better than it
         self.eval_seconds = time.perf_counter() - began
