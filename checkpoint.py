@@ -23,6 +23,7 @@ from configurator import UserError
 from fetch import write_whole
 from model import GPT, PRETRAINED, GPTConfig
 from optimizer import load_state
+from runtime import shard_like
 
 LATEST, BEST, METRICS = "ckpt.pt", "best.pt", "metrics.jsonl"
 
@@ -197,13 +198,22 @@ class Progress:
     wandb_run_id: str | None = None
 
 
-def capture(now, model, optimizer, scaler, cfg, tokenizer):
-    """All that a run is, as tensors and plain types; `restore` and `model_of` are the way back."""
+def capture(now, model, optimizer, cfg, tokenizer, rt):
+    """All that a run is, as tensors and plain types, on the main rank; `restore` and `model_of` are the way back."""
+    weights = model.state_dict()
+    del weights["lm_head.weight"]  # wte.weight again: gathered twice it would be saved twice
+    weights = rt.gather(weights)
+    weights["lm_head.weight"] = weights["transformer.wte.weight"]
     return {
-        "model": model.state_dict(), "model_args": asdict(model.config), "optimizer": optimizer.state_dict(),
-        "scaler": scaler.state_dict(), **asdict(now), "config": asdict(cfg), "tokenizer": tokenizer.describe(),
+        "model": weights, "model_args": asdict(model.config), "optimizer": rt.gather(optimizer.state_dict()),
+        "scaler": rt.scaler.state_dict(), **asdict(now), "config": asdict(cfg), "tokenizer": tokenizer.describe(),
         "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
     }  # fmt: skip
+
+
+def set_weights(model, weights):
+    """A checkpoint's weights into a model that has their shapes, sharded or not."""
+    model.load_state_dict({name: shard_like(weights[name], p) for name, p in model.state_dict().items()})
 
 
 def restore(state, optimizer, scaler, blocks_per_iter):

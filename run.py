@@ -102,9 +102,9 @@ class Run:
 
     def _save(self, best=False, final=False):
         """The latest checkpoint and, if it is, the best. A full disk ends the run only where it ends anyway."""
-        if not all(p.isfinite().all() for p in self.model.parameters()):
+        if not self.rt.all_finite(self.model.state_dict().values()):
             self._give_up("a weight is no longer finite")
-        state = checkpoint.capture(self.now, self.model, self.optimizer, self.rt.scaler, self.cfg, self.tokenizer)
+        state = checkpoint.capture(self.now, self.model, self.optimizer, self.cfg, self.tokenizer, self.rt)
         failed = torch.zeros(())
         try:
             if self.out:
@@ -138,7 +138,7 @@ class Run:
         self.rt.print(f"iter {at}: back to the checkpoint of iteration {self.saved}, past the data since then")
         self._log(incident="rolled back", at=at, to=self.saved)
         earlier = checkpoint.load(checkpoint.latest(self.cfg.out_dir))
-        self.model.load_state_dict(earlier["model"])
+        checkpoint.set_weights(self.model, earlier["model"])
         self.now = replace(self._restore(earlier), blocks=self.now.blocks)
         self.guard.forget()
         if self.out:

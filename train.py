@@ -132,7 +132,7 @@ def train_step(model, optimizer, guard, data, first, cfg, rt):
         total += loss.detach()
     loss = rt.mean(total / len(micro_batches))
     rt.scaler.unscale_(optimizer)
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
+    grad_norm = rt.clip_grad_norm_(model, cfg.grad_clip or math.inf)
     optimizer.found_inf = guard.judge(loss, grad_norm)  # the fused kernel's own switch, which GradScaler uses too
     optimizer.step()
     rt.scaler.update()
