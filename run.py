@@ -33,6 +33,8 @@ class Run:
         self.guard = Guard(cfg.spike_zscore, rt.device)
         self.now = self._restore(state) if state else checkpoint.Progress()
         self.saved = self.now.iter_num if state else None  # iter_num of the latest checkpoint
+        self.save = _saver(cfg.checkpoint_format)
+        self.under_way = None  # of a save that may not be done: its iter_num, and the function that waits for it
         self.rollbacks = 0
         self.wandb = _start_wandb(cfg, self.now.wandb_run_id) if out and cfg.wandb_log else None
         if self.wandb:
@@ -85,6 +87,7 @@ class Run:
     def stop_if_told(self):
         """By a signal or the time limit: save, say how to go on, exit with 128 + the signal, or 0."""
         if reason := self.rt.stop_reason():
+            self._settle()
             if self.now.iter_num != self.saved and not self.cfg.eval_only:
                 self._save(final=True)
             out_dir = shlex.quote(f"--out_dir={self.cfg.out_dir}")
@@ -104,17 +107,26 @@ class Run:
         """The latest checkpoint and, if it is, the best. A full disk ends the run only where it ends anyway."""
         if not self.rt.all_finite(self.model.state_dict().values()):
             self._give_up("a weight is no longer finite")
-        state = checkpoint.capture(self.now, self.model, self.optimizer, self.cfg, self.tokenizer, self.rt)
+        self._settle()
+        state = checkpoint.capture(self.now, self.model, self.optimizer, self.rt.scaler, self.cfg, self.tokenizer)
+        self.under_way = self.now.iter_num, self.save(state, best, self.cfg.out_dir, self.out, self.rt)
+        # A run's first save sets files of a former run aside, metrics too, and no line must be logged meanwhile.
+        if final or self.saved is None or self.cfg.checkpoint_format == "whole":
+            self._settle(final)
+
+    def _settle(self, final=False):
+        """Wait for a save that is under way: then `saved` is what is on the disk, and all ranks know it."""
+        if not self.under_way:
+            return
+        (iter_num, wait), self.under_way = self.under_way, None
         failed = torch.zeros(())
         try:
-            if self.out:
-                path = self.out.save(state, best)
-                self.rt.print(f"saved {path}")
-        except checkpoint.SaveError as error:
+            wait()
+        except OSError as error:  # a checkpoint.SaveError here, or another rank's
             failed += 1
             self.rt.print(error)
-        if not self.rt.sum(failed):  # all ranks must know
-            self.saved = self.now.iter_num
+        if not self.rt.sum(failed):
+            self.saved = iter_num
         elif final:
             raise SystemExit(1)
 
@@ -132,6 +144,7 @@ class Run:
             self._log(incident="skipped", at=at, count=skipped)
         if in_row < self.cfg.max_skips:
             return
+        self._settle()
         if not (self.cfg.spike_zscore and self.saved and self.rollbacks < MAX_ROLLBACKS):
             self._give_up(f"{in_row} updates in a row had to be skipped")
         self.rollbacks += 1
@@ -145,6 +158,7 @@ class Run:
             self.out.rewind(self.now.iter_num, but_incidents=True)
 
     def _give_up(self, why):
+        self._settle()
         where = "nothing was saved"
         if self.saved:
             where = f"the last good checkpoint, of iteration {self.saved}, is in {self.cfg.out_dir}"
@@ -158,6 +172,19 @@ class Run:
         if not peak:
             return "n/a"
         return f"{self.model.flops_per_token() * tokens_per_second / (peak * self.rt.world_size):.1%}"
+
+
+def _saver(checkpoint_format):
+    """checkpoint.save or sharded.save. Raises UserError where the latter lacks a package."""
+    if checkpoint_format == "whole":
+        return checkpoint.save
+    try:
+        import safetensors.torch  # noqa: F401
+
+        import sharded  # with DCP, whose import takes two seconds
+    except ImportError as error:
+        raise UserError(f"--checkpoint_format=sharded: {error}; pip install safetensors, or leave it off") from None
+    return sharded.save
 
 
 def _start_wandb(cfg, run_id):

@@ -99,7 +99,7 @@ class Runtime:
         if self.dtype not in (torch.float32, _dtype("auto", self.device.type)):
             self.print(f"--dtype={cfg.dtype} isn't what this {self.device.type} is fastest in; --dtype=auto would be")
         self.seed = cfg.seed
-        self.stopping = None
+        self.stopping = self.group_beside = None
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             torch.set_float32_matmul_precision("high")  # TF32 for whatever stays float32
@@ -210,7 +210,7 @@ class Runtime:
             yield
 
     def clip_grad_norm_(self, model, max_norm):
-        """Scale the gradients to a norm of at most max_norm, over all parameters and shards → the norm before, 0-dim."""
+        """Scale gradients down to a norm of max_norm, over all parameters and shards → the norm before, 0-dim."""
         parameters = list(model.parameters())
         norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
@@ -227,6 +227,12 @@ class Runtime:
             return state
         tensor = whole(state)
         return tensor.cpu() if self.is_main else None
+
+    def background_group(self):
+        """A group, the same at each call, for what runs beside the training; None alone. All ranks must call it."""
+        if self.distributed and not self.group_beside:
+            self.group_beside = dist.new_group(backend="gloo")
+        return self.group_beside
 
     def all_finite(self, tensors):
         """Whether all numbers are finite, in the shards of all ranks: the same answer on each."""

@@ -63,6 +63,7 @@ class TrainConfig(GPTConfig, RuntimeConfig):
     eval_only: bool = False  # evaluate once and exit, writing nothing
     log_interval: int = 10  # iterations between lines; more cost nothing on a CPU, and a synchronisation on a GPU
     out_dir: str = "out"  # where checkpoints go
+    checkpoint_format: Literal["whole", "sharded"] = "whole"  # sharded: each rank writes a part, beside the training
     keep_checkpoints: int = 0  # how many of the latest checkpoints also stay under a name of their own
     time_limit: float = 0.0  # minutes after which the run saves and ends by itself; 0: none
     always_save_checkpoint: bool = True  # False: save only when the validation loss is the best so far, and at the end
