@@ -35,6 +35,8 @@ class Run:
         self.average = Average(model, cfg.ema_decay) if cfg.ema_decay else None
         self.now = self._restore(state) if state else checkpoint.Progress()
         self.saved = self.now.iter_num if state else None  # iter_num of the latest checkpoint
+        self.save = _saver(cfg.checkpoint_format)
+        self.under_way = None  # of a save that may not be done: its iter_num, and the function that waits for it
         self.rollbacks = 0
         self.wandb = _start_wandb(cfg, self.now.wandb_run_id) if out and cfg.wandb_log else None
         if self.wandb:
@@ -82,20 +84,21 @@ class Run:
         self._log(step=step, **{f"{name}_loss": loss for name, loss in losses.items()})
         if not math.isfinite(sum(losses.values())):
             self._give_up("the model computes no finite loss any more")
+        self._settle()
         loss, best = min((losses[name], name) for name in ("val", "average") if name in losses)
         former_best = self.now.best_val_loss
         if loss >= former_best:
             best = None
         self.now.evaluated, self.now.best_val_loss = step, min(former_best, loss)
-        wanted = last or step and (best or self.cfg.always_save_checkpoint and step != self.saved)
-        if wanted and not self._save(best, final=last):
-            self.now.best_val_loss = former_best  # which is what best.pt has; a later one may be better than it
+        if last or step and (best or self.cfg.always_save_checkpoint and step != self.saved):
+            self._save(best, former_best, final=last)
         self.eval_seconds = time.perf_counter() - began
         self._start_clock()
 
     def stop_if_told(self):
         """By a signal or the time limit: save, say how to go on, exit with 128 + the signal, or 0."""
         if reason := self.rt.stop_reason():
+            self._settle()
             if self.now.iter_num != self.saved and not self.cfg.eval_only:
                 self._save(final=True)
             out_dir = shlex.quote(f"--out_dir={self.cfg.out_dir}")
@@ -114,31 +117,40 @@ class Run:
         if self.wandb:
             self.wandb.log(values)
 
-    def _save(self, best=None, final=False):
+    def _save(self, best=None, former_best=None, final=False):
         """The latest checkpoint and, if its weights ("val") or their average ("average") are, the best.
 
-        Returns whether all ranks saved. A full disk ends the run only where it ends anyway.
+        A full disk ends the run only where it ends anyway.
         """
-        if not all(p.isfinite().all() for p in self.model.parameters()):
+        if not self.rt.all_finite(self.model.state_dict().values()):
             self._give_up("a weight is no longer finite")
-        state = checkpoint.capture(self.now, self.model, self.optimizer, self.rt.scaler, self.cfg, self.tokenizer)
-        best = state if best == "val" else {**state, "model": self.average.state_dict()} if best else None
-        if self.average:
-            state["average"] = self.average.state_dict()
+        self._settle()
+        now, cfg, average = self.now, self.cfg, self.average
+        state = checkpoint.capture(now, self.model, self.optimizer, self.rt.scaler, average, cfg, self.tokenizer)
+        best = state if best == "val" else {**state, "model": state["average"]} if best else None
+        self.under_way = now.iter_num, former_best, self.save(state, best, cfg.out_dir, self.out, self.rt)
+        # A run's first save sets files of a former run aside, metrics too, and no line must be logged meanwhile.
+        if final or self.saved is None or cfg.checkpoint_format == "whole":
+            self._settle(final)
+
+    def _settle(self, final=False):
+        """Wait for a save that is under way: then `saved` is what is on the disk, and all ranks know it."""
+        if not self.under_way:
+            return
+        (iter_num, former_best, wait), self.under_way = self.under_way, None
         failed = torch.zeros(())
         try:
-            if self.out:
-                path = self.out.save(state, best)
-                self.rt.print(f"saved {path}")
-        except checkpoint.SaveError as error:
+            wait()
+        except OSError as error:  # a checkpoint.SaveError here, or another rank's
             failed += 1
             self.rt.print(error)
-        if self.rt.sum(failed):  # all ranks must know
-            if final:
-                raise SystemExit(1)
-            return False
-        self.saved = self.now.iter_num
-        return True
+        if not self.rt.sum(failed):
+            self.saved = iter_num
+            return
+        if former_best is not None:
+            self.now.best_val_loss = former_best  # which is what best.pt has; a later one may be better than it
+        if final:
+            raise SystemExit(1)
 
     def _restore(self, state):
         """Optimizer, scaler and average from a checkpoint → its Progress."""
@@ -154,19 +166,21 @@ class Run:
             self._log(incident="skipped", at=at, count=skipped)
         if in_row < self.cfg.max_skips:
             return
+        self._settle()
         if not (self.cfg.spike_zscore and self.saved and self.rollbacks < MAX_ROLLBACKS):
             self._give_up(f"{in_row} updates in a row had to be skipped")
         self.rollbacks += 1
         self.rt.print(f"iter {at}: back to the checkpoint of iteration {self.saved}, past the data since then")
         self._log(incident="rolled back", at=at, to=self.saved)
         earlier = checkpoint.load(checkpoint.latest(self.cfg.out_dir))
-        self.model.load_state_dict(earlier["model"])
+        checkpoint.set_weights(self.model, earlier["model"])
         self.now = replace(self._restore(earlier), blocks=self.now.blocks)
         self.guard.forget()
         if self.out:
             self.out.rewind(self.now.iter_num, but_incidents=True)
 
     def _give_up(self, why):
+        self._settle()
         where = "nothing was saved"
         if self.saved:
             where = f"the last good checkpoint, of iteration {self.saved}, is in {self.cfg.out_dir}"
@@ -180,6 +194,19 @@ class Run:
         if not peak:
             return "n/a"
         return f"{self.model.flops_per_token() * tokens_per_second / (peak * self.rt.world_size):.1%}"
+
+
+def _saver(checkpoint_format):
+    """checkpoint.save or sharded.save. Raises UserError where the latter lacks a package."""
+    if checkpoint_format == "whole":
+        return checkpoint.save
+    try:
+        import safetensors.torch  # noqa: F401
+
+        import sharded  # with DCP, whose import takes two seconds
+    except ImportError as error:
+        raise UserError(f"--checkpoint_format=sharded: {error}; pip install safetensors, or leave it off") from None
+    return sharded.save
 
 
 def _start_wandb(cfg, run_id):

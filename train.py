@@ -66,6 +66,7 @@ class TrainConfig(GPTConfig, RuntimeConfig):
     eval_only: bool = False  # evaluate once and exit, writing nothing
     log_interval: int = 10  # iterations between lines; more cost nothing on a CPU, and a synchronisation on a GPU
     out_dir: str = "out"  # where checkpoints go
+    checkpoint_format: Literal["whole", "sharded"] = "whole"  # sharded: each rank writes a part, beside the training
     keep_checkpoints: int = 0  # how many of the latest checkpoints also stay under a name of their own
     time_limit: float = 0.0  # minutes after which the run saves and ends by itself; 0: none
     always_save_checkpoint: bool = True  # False: save only when the validation loss is the best so far, and at the end
@@ -145,7 +146,7 @@ def train_step(model, optimizer, guard, data, micro_batches, cfg, rt):
         total += loss.detach()
     loss = rt.mean(total / len(micro_batches))
     rt.scaler.unscale_(optimizer)
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
+    grad_norm = rt.clip_grad_norm_(model, cfg.grad_clip or math.inf)
     optimizer.found_inf = guard.judge(loss, grad_norm)  # the fused kernel's own switch, which GradScaler uses too
     optimizer.step()
     rt.scaler.update()
