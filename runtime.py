@@ -16,8 +16,8 @@ import traceback
 import warnings
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
