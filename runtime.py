@@ -18,6 +18,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 
 from configurator import UserError
 
@@ -135,6 +136,28 @@ class Runtime:
         device_ids = [self.device] if self.device.type == "cuda" else None
         return torch.nn.parallel.DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
 
+    def ready(self, model, rows, quantize="none"):
+        """Move `model` to the device, in place, to generate `rows` samples at a time under `autocast` → itself.
+
+        A token reads every weight once, so what counts is how they lie: here that is changed, and nothing can be
+        trained any more. "int8" keeps the matrices, but not the tables, in 8 bits, scaled by row. Raises UserError
+        where torch has no kernel for that.
+        """
+        if quantize == "int8" and (self.device.type != "cpu" or not hasattr(torch, "_weight_int8pack_mm")):
+            raise UserError("--quantize=int8 works with --device=cpu alone; a GPU is fast with --dtype=bfloat16")
+        model.eval().to(self.device)
+        for parent in [*model.modules()]:
+            for name, linear in [*parent.named_children()]:
+                if type(linear) is not nn.Linear:
+                    continue
+                if quantize == "int8":
+                    setattr(parent, name, Int8Linear(linear))
+                elif self.dtype != torch.float32:
+                    linear.to(self.dtype)  # once, not at each token
+                elif self.device.type == "cpu" and linear.weight.dtype == torch.float32:
+                    setattr(parent, name, _laid_out(linear, rows))
+        return model
+
     def autocast(self):
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
@@ -213,6 +236,21 @@ class Runtime:
         """FLOP/s of one device at its best, or None where that isn't known."""
         return peak_flops_of(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
 
+    def peak_memory(self):
+        """Bytes at the peak since `reset_peak_memory`: of tensors on CUDA, else of the process; None if unknown."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        with suppress(OSError), open("/proc/self/status") as file:  # Linux alone has it
+            return next((int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM")), None)
+
+    def reset_peak_memory(self):
+        """Begin a new peak, from what is in use now."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            with suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+                file.write("5")  # proc(5): resets VmHWM
+
     def _compiles(self, wanted):
         """Whether to compile; a machine whose compiler fails is told so once and trains eagerly."""
         if wanted is False or (wanted == "auto" and self.device.type != "cuda"):
@@ -226,6 +264,45 @@ class Runtime:
             self.print(f"torch.compile doesn't work here, training eagerly: {reason}")
             return False
         return True
+
+
+class Int8Linear(nn.Module):
+    """A linear layer whose weights are whole numbers from -127 to 127, times a scale for each output."""
+
+    def __init__(self, linear):
+        super().__init__()
+        weight = linear.weight.detach().float()  # (out, in)
+        # torch's kernel is fast with bfloat16 alone, scales included, so the weights go by the rounded scale.
+        self.scale = (weight.abs().amax(dim=1).clamp_min(1e-12) / 127).bfloat16()
+        self.weight = (weight / self.scale[:, None]).round().clamp(-127, 127).to(torch.int8)
+        self.bias = None if linear.bias is None else linear.bias.detach().float()
+
+    def forward(self, x):
+        y = torch._weight_int8pack_mm(x.flatten(0, -2).bfloat16(), self.weight, self.scale).float()
+        return (y if self.bias is None else y + self.bias).unflatten(0, x.shape[:-1])
+
+
+class PackedLinear(nn.Module):
+    """A linear layer in oneDNN's own order of weights, for products with a few rows."""
+
+    def __init__(self, linear, rows):
+        super().__init__()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), rows)
+        self.bias = None if linear.bias is None else linear.bias.detach()
+
+    def forward(self, x):
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+
+
+def _laid_out(linear, rows):
+    """A float32 layer for a CPU that multiplies it with `rows` rows at a time; without gradients."""
+    if rows > 1:
+        has_onednn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        return PackedLinear(linear, rows) if has_onednn else linear
+    if linear.out_features >= linear.in_features:  # column by column: a third faster where columns are the longer ones
+        columns = linear.weight.detach().t().contiguous()
+        linear.weight = nn.Parameter(columns.t(), requires_grad=False)  # a new one: the token table keeps its rows
+    return linear
 
 
 def _device(wanted, local_rank):
