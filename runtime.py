@@ -323,6 +323,21 @@ class Runtime:
         except (OSError, TypeError):  # not Linux
             return USUAL_PROCESS
 
+    def peak_memory(self):
+        """Bytes at the peak since `reset_peak_memory`: of tensors on CUDA, else of the process; None if unknown."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        with suppress(OSError), open("/proc/self/status") as file:  # Linux alone has it
+            return next((int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM")), None)
+
+    def reset_peak_memory(self):
+        """Begin a new peak, from what is in use now."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            with suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+                file.write("5")  # proc(5): resets VmHWM
+
     def _compiles(self, wanted):
         """Whether to compile; a machine whose compiler fails is told so once and trains eagerly."""
         if wanted is False or (wanted == "auto" and self.device.type != "cuda"):

@@ -7,12 +7,14 @@ python sample.py --init_from=gpt2-xl --start=FILE:prompt.txt --temperature=0.8 -
 import codecs
 import sys
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 import checkpoint
 import configurator
 from configurator import UserError
+from inference import ready
 from runtime import Runtime, RuntimeConfig
 from tokenizer import from_description
 
@@ -27,6 +29,7 @@ class SampleConfig(RuntimeConfig):
     temperature: float = 0.8  # 1 is the model as it is, less is safer, 0 always takes the likeliest token
     top_k: int = 200  # draw from the k likeliest tokens; 0: from all
     top_p: float = 1.0  # draw from the fewest tokens that have at least this much probability together
+    quantize: Literal["none", "int8"] = "none"  # int8: matrices in 8 bits, on a CPU; logits move by about 1 %
     stop: str = ""  # end a sample where this text appears
 
     def check(self):
@@ -103,8 +106,8 @@ def main(argv):
     text = read_prompt(cfg.start)
     ids = prompt_ids(tokenizer, text)
     rt = Runtime(cfg)
-    model.eval().to(rt.device)
     print(f"{model.num_params():,} parameters of {origin} on {rt}", file=sys.stderr)
+    ready(model, rt, cfg.num_samples, cfg.quantize)
 
     prompt = torch.tensor([ids] * cfg.num_samples, device=rt.device)  # (num_samples, t)
     samples = [TextStream(tokenizer, cfg.stop) for _ in range(cfg.num_samples)]

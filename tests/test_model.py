@@ -405,6 +405,14 @@ def test_greedy_with_a_cache_equals_greedy_without_also_past_block_size(block_si
     assert cached.tolist() == model.generate(idx, 50, temperature=0, use_cache=False).tolist()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_greedy_with_a_cache_equals_greedy_without_in_every_dtype(dtype):
+    model, idx = wild_model(dtype=dtype), random_ids(3, 3)
+    cached = model.generate(idx, 40, temperature=0)
+    assert len(cached[:, 3:].unique()) > 2
+    assert cached.tolist() == model.generate(idx, 40, temperature=0, use_cache=False).tolist()
+
+
 def test_greedy_takes_the_likeliest_token_of_the_whole_context():
     model, idx = wild_model(), random_ids(2, 3)
     expected = idx
@@ -446,6 +454,11 @@ def test_the_same_generator_seed_gives_the_same_samples_and_rows_differ():
     assert draw(1) != draw(2)
     first, second, third = draw(1)
     assert first != second != third != first
+
+
+def test_top_k_and_top_p_together_draw_by_the_models_probabilities_among_those_left():
+    shares = drawn(LOGITS, top_k=3, top_p=0.83)  # of 0.5, 0.3 and 0.15 the first two: 0.8 / 0.95 > 0.83 > 0.8
+    assert shares == pytest.approx([0, 5 / 8, 0, 3 / 8], abs=0.04)
 
 
 def drawn(logits, n=2000, **options):

@@ -48,3 +48,16 @@ def test_micro_batches_are_shared_out_without_gap_or_overlap():
     for rt.rank in range(4):
         shares += rt.my_share(range(24, 32))
     assert sorted(shares) == list(range(24, 32))
+
+
+# ---- ready to generate
+
+
+def test_peak_memory_is_that_since_the_reset():
+    rt = Runtime(RuntimeConfig(device="cpu"))
+    rt.reset_peak_memory()
+    before = rt.peak_memory()
+    torch.ones(50_000_000)  # 200 MB, freed at once
+    assert rt.peak_memory() - before == pytest.approx(200e6, rel=0.2)
+    rt.reset_peak_memory()
+    assert rt.peak_memory() < before + 100e6

@@ -54,6 +54,13 @@ def test_top_k_0_and_top_k_beyond_the_vocabulary_are_all_tokens(out):
     assert text_of(out, "--top_k=0") == text_of(out, "--top_k=100000")
 
 
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_int8_weights_write_text_too(out, num_samples):
+    done = here(sample.main, f"--out_dir={out}", "--device=cpu", "--quantize=int8", f"--num_samples={num_samples}",
+                "--max_new_tokens=40", "--start=to be")  # fmt: skip
+    assert done.returncode == 0 and done.stdout.count("to be") >= num_samples, done.stderr
+
+
 def test_one_sample_is_printed_as_it_is_generated(out, monkeypatch):
     """Each token's text leaves before the next token is asked for."""
     printed = []
