@@ -41,9 +41,9 @@ def _is_count(value):
 PLAIN = {  # what the keys of a checkpoint may be, besides its weights
     "iter_num": lambda v: _is_count(v) and v >= 0, "blocks": lambda v: _is_count(v) and v >= 0, "evaluated": _is_count,
     "best_val_loss": lambda v: type(v) in (int, float) and not math.isnan(v), "config": lambda v: type(v) is dict,
-    "optimizer": lambda v: type(v) is dict, "scaler": lambda v: type(v) is dict,
+    "optimizer": lambda v: type(v) is dict, "scaler": lambda v: type(v) is dict, "average": lambda v: type(v) is dict,
     "wandb_run_id": lambda v: v is None or type(v) is str,
-    "shards": lambda v: type(v) is str and bool(re.fullmatch(SHARDS, v)),
+    "weights": lambda v: v == "average", "shards": lambda v: type(v) is str and bool(re.fullmatch(SHARDS, v)),
 }  # fmt: skip
 
 
@@ -92,28 +92,35 @@ class OutDir:
         except OSError as error:
             raise UserError(f"{self._file(self.metrics)} can't be written: {error}") from None
 
-    def save(self, state, best=False, shards=None):
-        """Write `state` (tensors and plain types) as the latest checkpoint, and as the best so far if it is → its path.
+    def save(self, state, best=None, shards=None):
+        """Write `state` (tensors and plain types) as the latest checkpoint, and `best`, maybe the same → its path.
 
-        `shards` is the folder with the numbers of a state that has only shapes; it gets its name for good here.
+        `shards` is the folder with the numbers of states that have only shapes; it gets its name for good here.
 
         Under a temporary name, flushed to the disk, then renamed: a kill at any instant leaves the old file or the new.
         `best.pt` comes first: a run killed between the two resumes from before the evaluation and makes it again.
         Raises SaveError, the former `ckpt.pt` untouched, where there is no room or the disk fails.
         """
-        temporary, latest = self._file(f".{LATEST}.tmp"), self._file(LATEST)
+        latest = self._file(LATEST)
+        temporary, other = self._file(f".{LATEST}.tmp"), self._file(f".{BEST}.tmp")
+        alike = best is state
         try:
             os.makedirs(self.path, exist_ok=True)
             if shards:
                 name = f"shards-{state['iter_num']:08d}"
                 names = itertools.chain([name], (f"{name}.{n}" for n in itertools.count(1)))
-                state = {**state, "shards": next(n for n in names if not os.path.exists(self._file(n)))}
+                name = {"shards": next(n for n in names if not os.path.exists(self._file(n)))}
+                state, best = {**state, **name}, best and {**best, **name}
             _write(state, temporary)
+            if best and not alike:
+                _write(best, other)
             if self.new_run:
                 self._set_former_run_aside()
             if shards:
                 os.rename(shards, self._file(state["shards"]))
-            if best:
+            if best and not alike:
+                os.replace(other, self._file(BEST))
+            elif best:
                 _give_second_name(temporary, self._file(BEST))
             if self.keep:
                 _give_second_name(temporary, self._file(f"ckpt-{state['iter_num']:08d}.pt"))
@@ -123,10 +130,12 @@ class OutDir:
             self.drop_shards()
         except (OSError, RuntimeError) as error:  # torch's writer turns the disk's errors into RuntimeErrors
             _remove_if_there(temporary)
+            _remove_if_there(other)
             free = shutil.disk_usage(self.path).free if os.path.isdir(self.path) else 0
+            needed = _nbytes(state) + (0 if alike else _nbytes(best))
             raise SaveError(
                 f"{latest} was not saved, the former one stays: {_first_line(error)}. "
-                f"It needs {_nbytes(state) / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free"
+                f"It needs {needed / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free"
             ) from error
         return latest
 
@@ -227,25 +236,33 @@ class Progress:
     wandb_run_id: str | None = None
 
 
-def capture(now, model, optimizer, scaler, cfg, tokenizer):
+def capture(now, model, optimizer, scaler, average, cfg, tokenizer):
     """All that a run is, in tensors (or shards of them) and plain types; `restore` and `model_of` are the way back."""
     weights = model.state_dict()
     del weights["lm_head.weight"]  # wte.weight again: what is gathered or written apart would be there twice
-    return {
+    state = {
         "model": weights, "model_args": asdict(model.config), "optimizer": optimizer.state_dict(),
         "scaler": scaler.state_dict(), **asdict(now), "config": asdict(cfg), "tokenizer": tokenizer.describe(),
         "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
     }  # fmt: skip
+    return {**state, "average": average.state_dict()} if average else state
 
 
 def save(state, best, out_dir, out, rt):
     """Gather what `capture` gave → a function that writes it, on the main rank, and raises SaveError.
 
-    All ranks call both. sharded.save does the same in parts.
+    `best` is `state` itself, or `state` with other weights, or None. All ranks call both. sharded.save does the same in
+    parts.
     """
-    state = rt.gather(state)
-    state["model"]["lm_head.weight"] = state["model"]["transformer.wte.weight"]
-    return (lambda: rt.print(f"saved {out.save(state, best)}")) if out else lambda: None
+    whole = rt.gather(state)
+    if best is state:
+        best = whole
+    elif best:
+        best = {**whole, "model": rt.gather(best["model"])}
+        del best["average"]
+    for found in (whole, best or whole):
+        found["model"]["lm_head.weight"] = found["model"]["transformer.wte.weight"]
+    return (lambda: rt.print(f"saved {out.save(whole, best)}")) if out else lambda: None
 
 
 def set_weights(model, weights):
@@ -253,9 +270,14 @@ def set_weights(model, weights):
     model.load_state_dict({name: shard_like(weights[name], p) for name, p in model.state_dict().items()})
 
 
-def restore(state, optimizer, scaler, blocks_per_iter):
-    """A checkpoint's optimizer and scaler into ours → its Progress. Raises UserError where they don't fit."""
+def restore(state, optimizer, scaler, average, blocks_per_iter):
+    """A checkpoint's optimizer, scaler and average into ours → its Progress. Raises UserError where they don't fit.
+
+    Where ours has an average (or None) and the checkpoint none, that begins anew with the weights.
+    """
     try:
+        if average and "average" in state:
+            average.load_state_dict(state.pop("average"))
         load_state(optimizer, state.pop("optimizer"))  # a shard of it may be all that fits for long
         scaler.load_state_dict(state.get("scaler") or scaler.state_dict())
         now = Progress(**{field.name: state[field.name] for field in fields(Progress) if field.name in state})
@@ -298,6 +320,8 @@ def load(path):
             state = sharded.fill(state, folder)
         except Exception as error:  # as above
             raise UserError(f"{path} needs {folder}, which can't be read: {_first_line(error)}") from None
+        if "weights" in state:  # best.pt of an averaged run
+            state["model"] = state[state.pop("weights")]
         state["model"]["lm_head.weight"] = state["model"].get("transformer.wte.weight")
     # torch.compile once wrapped names in _orig_mod., DDP in module.; old attention kept its causal mask as a buffer.
     state["model"] = {

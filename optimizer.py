@@ -1,8 +1,10 @@
-"""Parameter groups, AdamW and Muon."""
+"""Parameter groups, AdamW and Muon; the average of the weights."""
 
 import math
+from contextlib import contextmanager
 
 import torch
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from model import is_finite
 from runtime import shard_like, whole
@@ -102,6 +104,47 @@ def orthogonalise(batch):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
+
+
+class Average:
+    """An exponential moving average of a model's weights, by torch's own rule: w̄ ← decay · w̄ + (1 - decay) · w."""
+
+    def __init__(self, model, decay):
+        self.model, self.rule = model, get_ema_multi_avg_fn(decay)
+        self.params = list(model.parameters())
+        self.weights = [p.detach().clone() for p in self.params]
+
+    def update(self):
+        self.rule(self.weights, [p.detach() for p in self.params], None)
+
+    @contextmanager
+    def applied(self):
+        """Inside, the model has the averaged weights. They change places, so that memory is taken for one at a time."""
+        self._change_places()
+        try:
+            yield
+        finally:
+            self._change_places()
+
+    def state_dict(self):
+        """The averaged weights under their names, a tied one once."""
+        return {name: weight for (name, _), weight in zip(self.model.named_parameters(), self.weights, strict=True)}
+
+    def load_state_dict(self, saved):
+        """Raises ValueError where `saved` isn't what state_dict() of such a model gives."""
+        for name, weight in self.state_dict().items():
+            if not (is_finite(saved.get(name)) and saved[name].shape == weight.shape):
+                raise ValueError(f"the average of {name} is no finite tensor of shape {tuple(weight.shape)}")
+            weight.copy_(shard_like(saved[name], weight))
+
+    @torch.no_grad()
+    def _change_places(self):
+        if hasattr(self.model, "reshard"):  # fsdp would compute with what it gathered before
+            self.model.reshard()
+        for p, weight in zip(self.params, self.weights, strict=True):
+            now = p.clone()
+            p.copy_(weight)
+            weight.copy_(now)
 
 
 def load_state(optimizer, saved):

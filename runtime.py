@@ -184,17 +184,18 @@ class Runtime:
 
     # -- the ranks -----------------------------------------------------------------------------------------------------
 
-    def my_share(self, first, accumulation):
-        """Which of the micro-batches first … first + accumulation - 1 this rank takes: every world_size-th."""
-        return range(first + self.rank, first + accumulation, self.world_size)
+    def my_share(self, micro_batches):
+        """Which of an iteration's micro-batches, a range of indices, this rank takes: every world_size-th."""
+        return micro_batches[self.rank :: self.world_size]
 
-    def check_accumulation(self, accumulation):
-        """Raise UserError unless every rank gets the same number of micro-batches."""
-        if accumulation % self.world_size:
-            near = max(1, round(accumulation / self.world_size)) * self.world_size
+    def check_accumulation(self, accumulation, parts=1):
+        """Raise UserError unless every rank gets the same number of micro-batches of each of so many `parts`."""
+        if accumulation % (self.world_size * parts):
+            near = max(1, round(accumulation / (self.world_size * parts))) * self.world_size * parts
+            quarters = " in quarters, which --batch_warmup_iters begins with" if parts > 1 else ""
             raise UserError(
                 f"--gradient_accumulation_steps={accumulation} counts the micro-batches of all ranks and can't be "
-                f"divided by the {self.world_size} of them; the nearest that works is {near}"
+                f"divided by the {self.world_size} of them{quarters}; the nearest that works is {near}"
             )
 
     @contextmanager

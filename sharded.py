@@ -42,6 +42,8 @@ def save(state, best, out_dir, out, rt):
     """
     folder = os.path.join(out_dir, TEMPORARY)
     rest, tensors = split(state)
+    # The averaged weights are among the numbers of `state`: their name is enough.
+    best = rest if best is state else best and {**rest, "weights": "average"}
     if out:
         shutil.rmtree(folder, ignore_errors=True)  # before any rank writes: that takes the main rank's plan
     writer = Writer(folder, lambda: rt.print(f"saved {out.save(rest, best, folder)}"))

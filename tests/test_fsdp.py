@@ -173,6 +173,21 @@ def test_muon_gathers_a_matrix_before_it_makes_it_orthogonal(data, tmp_path):
     assert all(torch.allclose(one[name], two[name], atol=1e-5, rtol=0) for name in one)
 
 
+def test_the_average_of_shards_is_that_of_one_process_and_the_best_also_in_parts(data, tmp_path):
+    recipe = (*RUN, "--decay_lr=False", "--learning_rate=5e-2", "--ema_decay=0.6", "--eval_iters=0", "--max_iters=16")
+    assert here(train.main, *flags(data, tmp_path / "1", *recipe)).returncode == 0
+    done = together(2, train.main, *flags(data, tmp_path / "2", *recipe, "--strategy=fsdp", SHARDED))
+    assert done.returncode == 0, done.stdout
+    averages = [metrics(tmp_path / ranks, "step", "average_loss") for ranks in "12"]
+    assert averages[1] == pytest.approx(averages[0], abs=1e-5) and len(averages[0]) == 5
+    assert averages[0][16] < metrics(tmp_path / "1", "step", "val_loss")[16]
+    best, latest = weights_of(tmp_path / "2", "best.pt"), checkpoint.load(str(tmp_path / "2" / "ckpt.pt"))
+    assert all(torch.equal(best[name], average) for name, average in latest["average"].items())
+    assert not same(best, latest["model"])
+    assert here(checkpoint.main, "consolidate", str(tmp_path / "2")).returncode == 0
+    assert same(weights(tmp_path / "2", "best.pt"), best) and same(weights(tmp_path / "2"), latest["model"])
+
+
 def test_a_nan_on_one_rank_skips_the_update_on_all(data, tmp_path, monkeypatch):
     forward, calls = train.GPT.forward, [0]
 
@@ -301,7 +316,7 @@ def test_a_run_that_dies_between_any_two_steps_of_a_save_leaves_one_that_loads(p
 
             monkeypatch.setattr(os, name, dies)
         with contextlib.suppress(KeyboardInterrupt):
-            out.save(index, best=True, shards=str(copy / sharded.TEMPORARY))
+            out.save(index, best=index, shards=str(copy / sharded.TEMPORARY))
         monkeypatch.undo()
         for path in copy.glob("*.pt"):
             assert checkpoint.load(str(path))["iter_num"] in (4, 6, 7)
