@@ -120,7 +120,12 @@ def test_one_process_s_checkpoint_in_parts_goes_on_on_two_ranks_and_theirs_is_sa
     assert_alike(tmp_path, alone)
     assert (tmp_path / "ckpt.pt").stat().st_size < (alone / "ckpt.pt").stat().st_size / 5
     [folder] = tmp_path.glob("shards-*")
-    assert len(list(folder.iterdir())) == 2, "a file of each rank"
+    first, second = sorted(folder.iterdir())  # a file of each rank
+    for file in (first, second):
+        os.rename(file, tmp_path / "hidden")
+        with pytest.raises(UserError, match="isn't there whole"):
+            weights_of(tmp_path)
+        os.rename(tmp_path / "hidden", file)
     said = [here(sample.main, f"--out_dir={tmp_path}", "--device=cpu", "--max_new_tokens=9", "--num_samples=1")]
     in_parts = weights_of(tmp_path)
     assert here(checkpoint.main, "consolidate", str(tmp_path)).returncode == 0
