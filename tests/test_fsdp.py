@@ -345,6 +345,7 @@ def test_a_disk_that_fails_costs_a_save_and_not_the_run(data, tmp_path, monkeypa
     monkeypatch.setattr(sharded.Writer, "write_data", fails)
     done = here(train.main, *flags(data, tmp_path, *RUN, SHARDED))
     assert done.returncode == 0 and done.stdout.count("no space left") == 1, done.stdout
+    assert "the former one stays: rank 0: no space left. It needs 0.1 MB" in done.stdout
     assert checkpoint.load(str(tmp_path / "ckpt.pt"))["iter_num"] == 12
     monkeypatch.setattr(sharded.Writer, "write_data", lambda self, *args: fails(calls.__setitem__(0, 1)))
     done = here(train.main, "--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=13")
