@@ -145,10 +145,9 @@ class GPT(nn.Module):
         Targets of -1 don't count. T may be anything from 1 to block_size.
         """
         x = self.hidden(idx)
-        logits = self.lm_head(x)
         if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+            return self.lm_head(x)
+        return head_loss(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
 
     def hidden(self, idx, cache=None):
         """idx (B, T) → what the head reads, (B, T, C). With a cache, idx continues the tokens that it holds."""
@@ -287,6 +286,52 @@ class GPT(nn.Module):
         self.config.block_size = block_size
         rows = self.transformer.wpe.weight.detach()[:block_size].clone()  # a view would keep all rows in checkpoints
         self.transformer.wpe = nn.Embedding.from_pretrained(rows, freeze=False)
+
+
+def head_loss(x, weight, targets):
+    """x (N, C), weight (V, C), targets (N,) → mean cross-entropy of the logits x @ weight.T; -1 doesn't count.
+
+    The same as F.cross_entropy(F.linear(x, weight), targets, ignore_index=-1), which is what a small vocabulary gets.
+    """
+    if weight.size(0) <= 16 * weight.size(1):  # a token's logits take no more than its activations in one block
+        return F.cross_entropy(F.linear(x, weight), targets, ignore_index=-1)
+    return ChunkedCrossEntropy.apply(x, weight, targets, torch.is_grad_enabled()) / (targets != -1).sum()
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """`head_loss` as a sum, an eighth of the logits at a time: all of them at once would fill more than the network.
+
+    Their gradient, softmax minus one-hot, needs no backward pass, so it is used up in the forward pass, chunk by chunk;
+    no product is computed twice. It isn't divided by anything before that, or float16 would round most of it to 0.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, needs_grad):
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        rows = max(256, -(-len(x) // 8))  # fewer would starve the matrix product
+        w, total, grad_x, grad_w = weight.to(dtype), 0.0, [], torch.zeros_like(weight) if needs_grad else None
+        for xs, ts in zip(x.to(dtype).split(rows), targets.split(rows), strict=True):
+            logits = F.linear(xs, w)  # (rows, V)
+            logp = F.log_softmax(logits, dim=-1, dtype=torch.promote_types(dtype, torch.float32))
+            total = total + F.nll_loss(logp, ts, ignore_index=-1, reduction="sum")
+            if needs_grad:
+                grad, target = logp.exp_(), ts.clamp_min(0)[:, None]
+                grad.scatter_(1, target, grad.gather(1, target) - 1)
+                grad, counts = grad.to(dtype), (ts != -1)[:, None]
+                grad_x.append((grad @ w) * counts)
+                if grad_w.dtype == dtype:
+                    grad_w.addmm_(grad.T, xs * counts)
+                else:  # summed in the weight's own precision
+                    grad_w += grad.T @ (xs * counts)
+        if needs_grad:
+            ctx.save_for_backward(torch.cat(grad_x).to(x.dtype), grad_w)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_x, grad_w = ctx.saved_tensors
+        return grad_x * grad, grad_w * grad, None, None
 
 
 def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):

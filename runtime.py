@@ -6,15 +6,19 @@
 With torchrun every process holds one Runtime; with plain python there is one rank, and every call below still holds.
 """
 
+import json
 import math
 import os
 import re
 import signal
 import time
+import traceback
 import warnings
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -37,6 +41,7 @@ def peak_flops_of(name):
     return next((peak for words, peak in PEAK_FLOPS.items() if re.search(rf"\b{words}\b", name)), None)
 
 
+USUAL_PROCESS = 0.35e9  # bytes that Python and torch take on a CPU, where the system doesn't tell
 TIME_IS_UP = 1000  # beyond every signal's number
 
 
@@ -48,9 +53,12 @@ class RuntimeConfig:
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # between ranks; auto: nccl on CUDA, gloo elsewhere
     strategy: Literal["ddp", "fsdp"] = "ddp"  # ddp: each rank holds all weights; fsdp: a share of them, and less memory
     activation_checkpointing: bool = False  # keep only each block's input and compute the rest again for the gradient
+    timeout: float = 10.0  # minutes that ranks wait for one another before the run ends; a save must take less
     seed: int = 1337  # of initialisation, data order and dropout
 
     def check(self):
+        if not 0 < self.timeout < 1e6:
+            raise ValueError(f"timeout must be a number of minutes above 0, not {self.timeout}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be from 0 to 2**63 - 1, not {self.seed}")
 
@@ -82,13 +90,12 @@ class Stopping:
 class Runtime:
     """The device, dtype and ranks that a RuntimeConfig comes to on this machine. Raises UserError if it can't be."""
 
-    def __init__(self, cfg):
-        # torchrun tells each process its place in these variables; some schedulers set a few of them for their own use.
-        self.distributed = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} <= os.environ.keys()
-        place = (
+    def __init__(self, cfg, facts=None):
+        """`facts`: a function of this object, before the ranks meet → more that must be the same on all of them."""
+        self.distributed = is_distributed()
+        self.rank, self.world_size, local_rank = (
             [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] if self.distributed else (0, 1, 0)
         )
-        self.rank, self.world_size, local_rank = place
         self.device = _device(cfg.device, local_rank)
         if cfg.backend == "nccl" and self.device.type != "cuda":
             raise UserError(f"--backend=nccl needs --device=cuda, not {self.device.type}")
@@ -98,20 +105,19 @@ class Runtime:
         self.dtype = _dtype(cfg.dtype, self.device.type)
         if self.dtype not in (torch.float32, _dtype("auto", self.device.type)):
             self.print(f"--dtype={cfg.dtype} isn't what this {self.device.type} is fastest in; --dtype=auto would be")
-        self.seed = cfg.seed
+        self.seed, self.timeout = cfg.seed, cfg.timeout
         self.stopping = self.group_beside = None
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             torch.set_float32_matmul_precision("high")  # TF32 for whatever stays float32
         if self.distributed:
             backend = {"cuda": "nccl"}.get(self.device.type, "gloo") if cfg.backend == "auto" else cfg.backend
-            # torchrun keeps one store over its restarts: without a name of its own a second attempt may find addresses
-            # of the first one's processes there, and can't connect.
-            store, rank, world_size = next(dist.rendezvous("env://"))
-            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-            device_id = self.device if backend == "nccl" else None
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=device_id)
-            self.cpu_group = dist.new_group(backend="gloo") if backend == "nccl" else None
+            more = facts(self) if facts else {}
+            store = meet({"world size": self.world_size, "backend": backend, **more}, cfg.timeout)
+            limit, device_id = timedelta(minutes=cfg.timeout), self.device if backend == "nccl" else None
+            place = {"store": store, "rank": self.rank, "world_size": self.world_size, "device_id": device_id}
+            dist.init_process_group(backend, timeout=limit, **place)
+            self.cpu_group = dist.new_group(backend="gloo", timeout=limit) if backend == "nccl" else None
         self.compile, self.compiles = cfg.compile, False  # what is wanted; what came of it when a model was wrapped
         self.activation_checkpointing = cfg.activation_checkpointing
         self.sharded = self.distributed and cfg.strategy == "fsdp"  # one process alone has nothing to share
@@ -233,7 +239,7 @@ class Runtime:
     def background_group(self):
         """A group, the same at each call, for what runs beside the training; None alone. All ranks must call it."""
         if self.distributed and not self.group_beside:
-            self.group_beside = dist.new_group(backend="gloo")
+            self.group_beside = dist.new_group(backend="gloo", timeout=timedelta(minutes=self.timeout))
         return self.group_beside
 
     def all_finite(self, tensors):
@@ -272,6 +278,19 @@ class Runtime:
             reason = reasons.item()
         return reason
 
+    def lost_rank(self, error):
+        """If a RuntimeError means that another rank died or didn't answer in time, a line that says so, else None."""
+        if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            return None
+        where = next(
+            f for f in reversed(traceback.extract_tb(error.__traceback__)) if "site-packages" not in f.filename
+        )
+        return (
+            f"rank {self.rank} of {self.world_size} lost another one: it is gone, or didn't answer within "
+            f"--timeout={self.timeout:g} minutes, in {where.name} ({os.path.basename(where.filename)}:{where.lineno}): "
+            f"{_first_line(error)}"
+        )
+
     def close(self):
         if self.stopping:
             self.stopping.close()
@@ -284,6 +303,27 @@ class Runtime:
         """FLOP/s of one device at its best, or None where that isn't known."""
         return peak_flops_of(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
 
+    def memory(self):
+        """Bytes that this rank may use: its GPU's, or its share of a machine's; None where nobody knows."""
+        if self.device.type == "cuda":
+            return torch.cuda.mem_get_info(self.device)[1]
+        if self.device.type == "mps":
+            return torch.mps.recommended_max_memory()
+        free = _free_memory()
+        return free and free / int(os.environ.get("LOCAL_WORLD_SIZE", 1)) + self.used_memory()
+
+    def used_memory(self, most=False):
+        """Bytes that this process holds on its device, or has held at most."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_reserved() if most else torch.cuda.memory_reserved()
+        if self.device.type == "mps":
+            return torch.mps.driver_allocated_memory()
+        try:
+            field = "VmHWM" if most else "VmRSS"
+            return int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+        except (OSError, TypeError):  # not Linux
+            return USUAL_PROCESS
+
     def _compiles(self, wanted):
         """Whether to compile; a machine whose compiler fails is told so once and trains eagerly."""
         if wanted is False or (wanted == "auto" and self.device.type != "cuda"):
@@ -293,8 +333,7 @@ class Runtime:
                 warnings.simplefilter("ignore")
                 torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=self.device))
         except Exception as error:  # a missing compiler, Triton or driver each raises an exception of its own
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self.print(f"torch.compile doesn't work here, training eagerly: {reason}")
+            self.print(f"torch.compile doesn't work here, training eagerly: {_first_line(error)}")
             return False
         return True
 
@@ -316,6 +355,98 @@ def shard_like(tensor, p):
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(tensor.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
+
+
+def _free_memory():
+    """Bytes that processes may still take on this machine, or None where the system doesn't tell."""
+    try:
+        free = int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
+    except (OSError, IndexError):  # not Linux
+        return None
+    limit = Path("/sys/fs/cgroup/memory.max")  # a container's, which may be less than the machine has
+    limit = limit.read_text().strip() if limit.exists() else "max"
+    return min(free, int(limit)) if limit != "max" else free
+
+
+def is_distributed():
+    """Whether torchrun started this process: it tells each its place in these variables.
+
+    Some schedulers set a few of them for their own use.
+    """
+    return {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"} <= os.environ.keys()
+
+
+def meet(facts, minutes):
+    """Wait until all ranks are there → a store for this attempt alone. `facts`, {name: value}, must be the same on all.
+
+    torchrun keeps one store over its restarts, so a second attempt may find there the addresses of the first one's
+    processes. Nothing that it tells its workers sets attempts apart: each agent has a TORCHELASTIC_RESTART_COUNT of its
+    own, of the failures that it was the first to see, and doesn't count a node that comes or goes. So rank 0 takes a
+    number that the store has never given, and tells it to whoever arrives.
+
+    Raises UserError, with the ranks, where facts differ or somebody doesn't come.
+    """
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(minutes=minutes)))
+        if rank:
+            arrival = store.add("arrivals", 1)
+            own = dist.PrefixStore(store.get(f"arrival {arrival}").decode(), store)
+            own.set(f"facts {rank}", json.dumps(facts))
+            complaint = own.get("complaint").decode()
+            own.add("heard", 1)
+        else:
+            attempt = f"attempt {store.add('attempts', 1)}"
+            own = dist.PrefixStore(attempt, store)
+            complaint = _greet(store, own, attempt, facts, world_size, minutes)
+    except dist.DistError as error:
+        raise UserError(f"the ranks didn't meet within --timeout={minutes} minutes: {_first_line(error)}") from None
+    if complaint:
+        raise UserError(complaint)
+    return own
+
+
+def _greet(store, own, attempt, facts, world_size, minutes):
+    """Rank 0's part of `meet` → what is wrong with the others' facts, or ""."""
+    everyone, told, deadline = {0: facts}, 0, time.monotonic() + minutes * 60
+    absent = set(range(1, world_size))
+    # Ranks that count differently would wait for some that never come.
+    while absent and len({facts.get("world size") for facts in everyone.values()}) == 1 and time.monotonic() < deadline:
+        arrivals = store.add("arrivals", 0)  # those of earlier attempts are long gone and don't mind
+        for arrival in range(told + 1, arrivals + 1):
+            store.set(f"arrival {arrival}", attempt)
+        told = arrivals
+        came = {rank for rank in absent if own.check([f"facts {rank}"])}
+        everyone |= {rank: json.loads(own.get(f"facts {rank}")) for rank in came}
+        absent -= came
+        time.sleep(0.02)
+    complaint = "\n".join(differences(everyone))
+    if absent and not complaint:
+        complaint = f"{_ranks(absent)} didn't come within --timeout={minutes} minutes"
+    own.set("complaint", complaint)
+    while complaint and own.add("heard", 0) < len(everyone) - 1 and time.monotonic() < deadline + 10:
+        time.sleep(0.02)  # the store may end with this process
+    return complaint
+
+
+def differences(everyone):
+    """{rank: {name: value}} → a line for each name whose value isn't the same everywhere."""
+    lines = []
+    for name in everyone[0]:
+        ranks_of = {}  # value → the ranks that have it
+        for rank, facts in sorted(everyone.items()):
+            ranks_of.setdefault(str(facts.get(name)), []).append(rank)
+        if len(ranks_of) > 1:
+            values = (f"{value} on {_ranks(ranks)}" for value, ranks in ranks_of.items())
+            lines.append(f"the ranks differ in {name}: {', '.join(values)}")
+    return lines
+
+
+def _ranks(ranks):
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
+
+
+def _first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _device(wanted, local_rank):

@@ -13,6 +13,7 @@ Dimensions: B batch_size, T block_size, V vocabulary.
 
 import math
 import os
+import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
@@ -23,6 +24,7 @@ import torch
 
 import checkpoint
 import configurator
+import preflight
 from configurator import UserError
 from dataset import Dataset
 from model import GPT, GPTConfig
@@ -68,6 +70,7 @@ class TrainConfig(GPTConfig, RuntimeConfig):
     out_dir: str = "out"  # where checkpoints go
     checkpoint_format: Literal["whole", "sharded"] = "whole"  # sharded: each rank writes a part, beside the training
     keep_checkpoints: int = 0  # how many of the latest checkpoints also stay under a name of their own
+    preflight: bool = False  # check that the ranks are alike and can talk, print what they are, and exit
     time_limit: float = 0.0  # minutes after which the run saves and ends by itself; 0: none
     always_save_checkpoint: bool = True  # False: save only when the validation loss is the best so far, and at the end
     wandb_log: bool = False  # log to Weights & Biases too (WANDB_MODE=offline works)
@@ -233,7 +236,10 @@ def check_agreement(cfg, tokenizer, data):
 @configurator.command
 def main(argv):
     said = configurator.read(TrainConfig, argv)
-    cfg, model, tokenizer, state = load_weights(configurator.build(TrainConfig, said), said)
+    cfg = configurator.build(TrainConfig, said)
+    if cfg.preflight:
+        return preflight.check(cfg, data_folder(cfg.dataset))
+    cfg, model, tokenizer, state = load_weights(cfg, said)
     data = Dataset(data_folder(cfg.dataset), cfg.block_size, cfg.batch_size, cfg.seed)
     if not cfg.vocab_size:  # products run best when V is a multiple of 64; a small vocabulary isn't worth padding
         cfg = replace(cfg, vocab_size=data.vocab_size if data.vocab_size < 1024 else -(-data.vocab_size // 64) * 64)
@@ -245,6 +251,9 @@ def main(argv):
         out = checkpoint.OutDir(cfg.out_dir, not state, cfg.keep_checkpoints) if writes else None
         train(cfg, model or GPT(cfg.model_config()), data, state, out, rt)
     except RuntimeError as error:
+        if lost := rt.lost_rank(error):
+            print(lost, file=sys.stderr, flush=True)
+            raise SystemExit(1) from None
         if not is_out_of_memory(error):
             raise
         raise UserError(

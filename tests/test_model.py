@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, head_loss
 from model_numpy import count_gpt2_params, gpt_logits, init_gpt
 
 SIZES = {  # n_layer, n_embd, n_head
@@ -167,6 +167,56 @@ def test_the_loss_is_the_mean_over_all_targets_but_minus_one():
     counted = [-logp[b, t, targets[b, t]].item() for b in range(3) for t in range(16) if targets[b, t] >= 0]
     assert len(counted) == 37
     assert model(idx, targets).item() == pytest.approx(np.mean(counted), abs=1e-12)
+
+
+def plain_loss(x, weight, targets):
+    return F.cross_entropy(F.linear(x, weight), targets, ignore_index=-1)
+
+
+def loss_and_gradients(loss_of, dtype=torch.float64, autocast=None, V=300):
+    """[loss, gradient of x, of the weight] of 600 targets, which are three chunks, some of them -1; upstream is 3."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(600, 8, generator=generator, dtype=dtype).requires_grad_()
+    weight = torch.randn(V, 8, generator=generator, dtype=dtype).requires_grad_()
+    targets = torch.randint(V, (600,), generator=generator)
+    targets[::7] = targets[-88:] = -1  # the last chunk has none that counts
+    with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+        loss = loss_of(x, weight, targets)
+        with torch.no_grad():
+            assert loss_of(x, weight, targets) == loss
+    (3 * loss).backward()
+    return [loss.detach(), x.grad, weight.grad]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_loss_of_a_large_vocabulary_is_that_of_the_whole_logits_and_so_are_its_gradients(compiled):
+    ours = torch.compile(head_loss, fullgraph=True) if compiled else head_loss
+    torch.testing.assert_close(loss_and_gradients(ours), loss_and_gradients(plain_loss), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype, digits", [(torch.bfloat16, 8), (torch.float16, 11)])
+def test_under_autocast_the_loss_and_its_gradients_are_as_close_to_float32_as_the_plain_ones(dtype, digits):
+    exact = loss_and_gradients(plain_loss, torch.float32)
+    for found, expected in zip(loss_and_gradients(head_loss, torch.float32, dtype), exact, strict=True):
+        assert found.dtype == torch.float32
+        assert (found - expected).norm() < 2 * 2**-digits * expected.norm()
+
+
+def test_the_logits_of_a_large_vocabulary_never_exist_as_a_whole():
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            out = function(*args, **(kwargs or {}))
+            largest = max([largest, *(t.numel() for t in torch.utils._pytree.tree_leaves(out) if torch.is_tensor(t))])
+            return out
+
+    model = GPT(GPTConfig(vocab_size=1000, block_size=64, n_layer=1, n_head=1, n_embd=8))
+    idx = random_ids(32, 64, vocab_size=1000)  # 2048 rows: eight chunks
+    with Watch():
+        model(idx, idx).backward()
+    assert largest == 256 * 1000
 
 
 def test_every_parameter_receives_a_gradient_and_the_table_from_both_its_uses():
