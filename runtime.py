@@ -168,11 +168,12 @@ class Runtime:
 
         Where dtype is narrow, blocks are gathered in it and gradients summed in float32, as DDP sums them. The rest
         (tables, last norm) and the stream between blocks stay float32, so that autocast computes what it does in DDP.
+        On a CPU it computes no norm of a wide stream with narrow gains, so there blocks are gathered in float32.
         """
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # two seconds that only this path pays
 
         mesh = dist.init_device_mesh(self.device.type, (self.world_size,))
-        narrow = None if self.dtype == torch.float32 else self.dtype
+        narrow = self.dtype if self.device.type == "cuda" and self.dtype != torch.float32 else None
         policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for block in model.transformer.h:
             fully_shard(block, mesh=mesh, mp_policy=policy)

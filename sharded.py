@@ -57,7 +57,11 @@ def save(state, best, out_dir, out, rt):
             if out:
                 shutil.rmtree(folder, ignore_errors=True)
             rank, (reason, _) = min(error.failures.items())
-            raise OSError(f"rank {rank}: {reason}") from None
+            needs = sum(tensor.nbytes for tensor in tensors.values()) / 1e6
+            raise OSError(
+                f"the checkpoint was not saved, the former one stays: rank {rank}: {reason}. It needs {needs:,.1f} MB, "
+                f"{shutil.disk_usage(out_dir).free / 1e6:,.1f} MB are free"
+            ) from None
 
     return wait
 

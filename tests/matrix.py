@@ -1,7 +1,7 @@
 """One run on 1, 2 and 4 processes, by DDP and FSDP, eager and compiled, and each one's checkpoint continued by each.
 
-    python tests/matrix.py              # about a quarter of an hour on two cores, most of it compiling
-    python tests/matrix.py eager        # without the compiled half
+    python tests/matrix.py                              # 84 runs: long, on two cores
+    python tests/matrix.py "eager ddp" "eager fsdp 4"   # only the rows that begin so, and eager alone
 
 A row is a run of 50 updates with dropout, accumulation and several epochs' ends. Its column `whole run` is the largest
 difference of a loss, or of an evaluation's, from one eager process; the other columns that of updates 25 to 50 made by
@@ -51,13 +51,15 @@ def difference(out, reference):
     return largest
 
 
-def main(modes):
+def main(wanted):
     folder = Path(tempfile.mkdtemp())
     data, reference, worst = make_dataset(folder / "data"), folder / "eager alone", 0.0
     print("from \\ continued by".ljust(20), "whole run".rjust(10), *(kind.rjust(10) for kind in KINDS), flush=True)
-    for mode in modes:
+    for mode in MODES:
         for writer in KINDS:
             out = folder / f"{mode} {writer}"
+            if out != reference and not out.name.startswith(wanted):
+                continue
             run(writer, *flags(data, out, *RECIPE, *MODES[mode]))
             cells = [difference(out, reference)]
             for reader in KINDS:
@@ -74,4 +76,4 @@ def main(modes):
 
 
 if __name__ == "__main__":
-    sys.exit(main(["eager"] if sys.argv[1:] == ["eager"] else list(MODES)))
+    sys.exit(main(tuple(sys.argv[1:]) or ""))

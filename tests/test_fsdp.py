@@ -120,7 +120,12 @@ def test_one_process_s_checkpoint_in_parts_goes_on_on_two_ranks_and_theirs_is_sa
     assert_alike(tmp_path, alone)
     assert (tmp_path / "ckpt.pt").stat().st_size < (alone / "ckpt.pt").stat().st_size / 5
     [folder] = tmp_path.glob("shards-*")
-    assert len(list(folder.iterdir())) == 2, "a file of each rank"
+    first, second = sorted(folder.iterdir())  # a file of each rank
+    for file in (first, second):
+        os.rename(file, tmp_path / "hidden")
+        with pytest.raises(UserError, match="isn't there whole"):
+            weights_of(tmp_path)
+        os.rename(tmp_path / "hidden", file)
     said = [here(sample.main, f"--out_dir={tmp_path}", "--device=cpu", "--max_new_tokens=9", "--num_samples=1")]
     in_parts = weights_of(tmp_path)
     assert here(checkpoint.main, "consolidate", str(tmp_path)).returncode == 0
@@ -340,6 +345,7 @@ def test_a_disk_that_fails_costs_a_save_and_not_the_run(data, tmp_path, monkeypa
     monkeypatch.setattr(sharded.Writer, "write_data", fails)
     done = here(train.main, *flags(data, tmp_path, *RUN, SHARDED))
     assert done.returncode == 0 and done.stdout.count("no space left") == 1, done.stdout
+    assert "the former one stays: rank 0: no space left. It needs 0.1 MB" in done.stdout
     assert checkpoint.load(str(tmp_path / "ckpt.pt"))["iter_num"] == 12
     monkeypatch.setattr(sharded.Writer, "write_data", lambda self, *args: fails(calls.__setitem__(0, 1)))
     done = here(train.main, "--init_from=resume", f"--out_dir={tmp_path}", "--max_iters=13")
