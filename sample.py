@@ -29,7 +29,7 @@ class SampleConfig(RuntimeConfig):
     temperature: float = 0.8  # 1 is the model as it is, less is safer, 0 always takes the likeliest token
     top_k: int = 200  # draw from the k likeliest tokens; 0: from all
     top_p: float = 1.0  # draw from the fewest tokens that have at least this much probability together
-    quantize: Literal["none", "int8"] = "none"  # int8: matrices in 8 bits, on a CPU; logits move by about 1 %
+    quantize: Literal["none", "int8"] = "none"  # int8: matrices in 8 bits, on a CPU; logits move by about 2 %
     stop: str = ""  # end a sample where this text appears
 
     def check(self):
