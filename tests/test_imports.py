@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Each layer may import its own and the layers below. A new top-level file must take its place here.
 LAYERS = [
     {"prepare", "train", "sample"},  # the commands
-    {"preflight", "run"},
+    {"plan", "preflight", "run"},
     {"checkpoint", "dataset", "guard", "optimizer", "tokenizer"},
     {"model", "model_numpy", "runtime", "configurator", "fetch"},
 ]
