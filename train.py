@@ -24,6 +24,7 @@ import torch
 
 import checkpoint
 import configurator
+import plan
 import preflight
 from configurator import UserError
 from dataset import Dataset
@@ -70,6 +71,7 @@ class TrainConfig(GPTConfig, RuntimeConfig):
     out_dir: str = "out"  # where checkpoints go
     checkpoint_format: Literal["whole", "sharded"] = "whole"  # sharded: each rank writes a part, beside the training
     keep_checkpoints: int = 0  # how many of the latest checkpoints also stay under a name of their own
+    plan: bool | str = False  # print what the run needs and exit: True for this machine, or such as "8 x A100 40GB"
     preflight: bool = False  # check that the ranks are alike and can talk, print what they are, and exit
     time_limit: float = 0.0  # minutes after which the run saves and ends by itself; 0: none
     always_save_checkpoint: bool = True  # False: save only when the validation loss is the best so far, and at the end
@@ -226,7 +228,7 @@ def check_agreement(cfg, tokenizer, data):
             f"data set {cfg.dataset} has {data.vocab_size} token ids, the model only {cfg.vocab_size}: "
             "it would read past its table"
         )
-    if tokenizer and tokenizer != data.tokenizer.describe():
+    if tokenizer and data.tokenizer and tokenizer != data.tokenizer.describe():
         raise UserError(f"data set {cfg.dataset} was made with another tokenizer than the weights of {cfg.init_from}")
 
 
@@ -240,12 +242,18 @@ def main(argv):
     if cfg.preflight:
         return preflight.check(cfg, data_folder(cfg.dataset))
     cfg, model, tokenizer, state = load_weights(cfg, said)
-    data = Dataset(data_folder(cfg.dataset), cfg.block_size, cfg.batch_size, cfg.seed)
+    folder = data_folder(cfg.dataset)
+    here = not cfg.plan or os.path.exists(os.path.join(folder, "train.bin"))
+    data = Dataset(folder, cfg.block_size, cfg.batch_size, cfg.seed) if here else plan.NoData(folder, cfg.vocab_size)
     if not cfg.vocab_size:  # products run best when V is a multiple of 64; a small vocabulary isn't worth padding
         cfg = replace(cfg, vocab_size=data.vocab_size if data.vocab_size < 1024 else -(-data.vocab_size // 64) * 64)
     check_agreement(cfg, tokenizer, data)
-    rt = Runtime(cfg)
+    on_paper = {"device": "cpu", "dtype": "float32", "backend": "auto"} if isinstance(cfg.plan, str) else {}
+    rt = Runtime(replace(cfg, **on_paper))
     try:
+        if cfg.plan:
+            del model, state  # of init_from: they'd count as memory of the program itself
+            return plan.report(cfg, data, rt, train_step)
         rt.check_accumulation(cfg.gradient_accumulation_steps, parts=4 if cfg.batch_warmup_iters else 1)
         writes = rt.is_main and not cfg.eval_only
         out = checkpoint.OutDir(cfg.out_dir, not state, cfg.keep_checkpoints) if writes else None

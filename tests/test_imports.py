@@ -16,7 +16,7 @@ COMMANDS = {"prepare", "train", "sample"}
 LAYERS = [
     {"bench"},  # times what two of the commands run
     COMMANDS,
-    {"preflight", "run"},
+    {"plan", "preflight", "run"},
     {"checkpoint", "dataset", "guard", "inference", "optimizer", "sharded", "tokenizer"},
     {"model", "model_numpy", "runtime", "configurator", "fetch"},
 ]
