@@ -314,9 +314,7 @@ def _hours_here(cfg, rt, train_step):
         timed = replace(cfg, **changed)
         numbers = range(timed.gradient_accumulation_steps)
         began = time.perf_counter()
-        loss, _ = train_step(
-            wrapped, optimizer, guard, RandomTokens(timed), range(timed.gradient_accumulation_steps), timed, rt
-        )
+        loss, _ = train_step(wrapped, optimizer, guard, RandomTokens(timed), numbers, timed, rt)
         loss.item()  # waits for the device
         return rt.mean(torch.tensor(time.perf_counter() - began)).item()  # so that all ranks decide alike
 
