@@ -3,6 +3,11 @@
 It holds nanoGPT's keys (model, optimizer, model_args, iter_num, best_val_loss, config) and the tokenizer, so it samples
 after the data folder is gone. `ckpt.pt` is the latest, `best.pt` the best on validation, `previous-N/` holds a former
 run's in the same folder. nanoGPT's own checkpoints load too.
+
+With --checkpoint_format=sharded these files are small, and each names a folder `shards-ITERATION` beside it that holds
+the numbers (sharded.py). The folder is there, whole, before the file is, and stays as long as a file names it.
+
+    python checkpoint.py consolidate OUT_DIR        # makes whole files of them
 """
 
 import itertools
@@ -23,8 +28,10 @@ from configurator import UserError
 from fetch import write_whole
 from model import GPT, PRETRAINED, GPTConfig
 from optimizer import load_state
+from runtime import shard_like
 
 LATEST, BEST, METRICS = "ckpt.pt", "best.pt", "metrics.jsonl"
+SHARDS = r"shards-\d+(\.\d+)?"  # names of folders
 
 
 def _is_count(value):
@@ -34,8 +41,9 @@ def _is_count(value):
 PLAIN = {  # what the keys of a checkpoint may be, besides its weights
     "iter_num": lambda v: _is_count(v) and v >= 0, "blocks": lambda v: _is_count(v) and v >= 0, "evaluated": _is_count,
     "best_val_loss": lambda v: type(v) in (int, float) and not math.isnan(v), "config": lambda v: type(v) is dict,
-    "optimizer": lambda v: type(v) is dict, "scaler": lambda v: type(v) is dict,
+    "optimizer": lambda v: type(v) is dict, "scaler": lambda v: type(v) is dict, "average": lambda v: type(v) is dict,
     "wandb_run_id": lambda v: v is None or type(v) is str,
+    "weights": lambda v: v == "average", "shards": lambda v: type(v) is str and bool(re.fullmatch(SHARDS, v)),
 }  # fmt: skip
 
 
@@ -84,37 +92,65 @@ class OutDir:
         except OSError as error:
             raise UserError(f"{self._file(self.metrics)} can't be written: {error}") from None
 
-    def save(self, state, best=False):
-        """Write `state` (tensors and plain types) as the latest checkpoint, and as the best so far if it is → its path.
+    def save(self, state, best=None, shards=None):
+        """Write `state` (tensors and plain types) as the latest checkpoint, and `best`, maybe the same → its path.
+
+        `shards` is the folder with the numbers of states that have only shapes; it gets its name for good here.
 
         Under a temporary name, flushed to the disk, then renamed: a kill at any instant leaves the old file or the new.
         `best.pt` comes first: a run killed between the two resumes from before the evaluation and makes it again.
         Raises SaveError, the former `ckpt.pt` untouched, where there is no room or the disk fails.
         """
-        temporary, latest = self._file(f".{LATEST}.tmp"), self._file(LATEST)
+        latest = self._file(LATEST)
+        temporary, other = self._file(f".{LATEST}.tmp"), self._file(f".{BEST}.tmp")
+        alike = best is state
         try:
             os.makedirs(self.path, exist_ok=True)
-            with open(temporary, "wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
+            if shards:
+                name = f"shards-{state['iter_num']:08d}"
+                names = itertools.chain([name], (f"{name}.{n}" for n in itertools.count(1)))
+                name = {"shards": next(n for n in names if not os.path.exists(self._file(n)))}
+                state, best = {**state, **name}, best and {**best, **name}
+            _write(state, temporary)
+            if best and not alike:
+                _write(best, other)
             if self.new_run:
                 self._set_former_run_aside()
-            if best:
+            if shards:
+                os.rename(shards, self._file(state["shards"]))
+            if best and not alike:
+                os.replace(other, self._file(BEST))
+            elif best:
                 _give_second_name(temporary, self._file(BEST))
             if self.keep:
                 _give_second_name(temporary, self._file(f"ckpt-{state['iter_num']:08d}.pt"))
             os.replace(temporary, latest)
             for name in self._kept()[: -self.keep] if self.keep else ():
                 os.remove(self._file(name))
+            self.drop_shards()
         except (OSError, RuntimeError) as error:  # torch's writer turns the disk's errors into RuntimeErrors
             _remove_if_there(temporary)
+            _remove_if_there(other)
             free = shutil.disk_usage(self.path).free if os.path.isdir(self.path) else 0
+            needed = _nbytes(state) + (0 if alike else _nbytes(best))
             raise SaveError(
                 f"{latest} was not saved, the former one stays: {_first_line(error)}. "
-                f"It needs {_nbytes(state) / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free"
+                f"It needs {needed / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free"
             ) from error
         return latest
+
+    def drop_shards(self):
+        """Remove the folders of shards that no checkpoint here names any more."""
+        names = os.listdir(self.path)
+        folders = {name for name in names if re.fullmatch(SHARDS, name)}
+        for name in names if folders else ():
+            if name.endswith(".pt"):
+                try:
+                    folders.discard(_read(self._file(name), mmap=True).get("shards"))
+                except Exception:  # not to be read today, and perhaps tomorrow
+                    return
+        for name in folders:
+            shutil.rmtree(self._file(name), ignore_errors=True)
 
     def _file(self, name):
         return os.path.join(self.path, name)
@@ -132,10 +168,13 @@ class OutDir:
         if former:
             number = next(n for n in itertools.count(1) if not os.path.exists(self._file(f"previous-{n}")))
             os.mkdir(self._file(f"previous-{number}"))
+            for folder in (name for name in os.listdir(self.path) if re.fullmatch(SHARDS, name)):
+                os.mkdir(self._file(os.path.join(f"previous-{number}", folder)))
+                former = [*(os.path.join(folder, part) for part in os.listdir(self._file(folder))), *former]
             for name in former:
                 _give_second_name(self._file(name), self._file(os.path.join(f"previous-{number}", name)))
             for name in former:
-                if name != LATEST:  # which the new one replaces
+                if name != LATEST and os.sep not in name:  # which the new one replaces, and after it the shards
                     os.remove(self._file(name))
         if self.metrics != METRICS and os.path.exists(self._file(self.metrics)):
             os.replace(self._file(self.metrics), self._file(METRICS))
@@ -155,7 +194,7 @@ class OutDir:
             return
 
 
-class SaveError(Exception):
+class SaveError(OSError):
     """A checkpoint could not be written; the run may go on and try again."""
 
 
@@ -197,19 +236,49 @@ class Progress:
     wandb_run_id: str | None = None
 
 
-def capture(now, model, optimizer, scaler, cfg, tokenizer):
-    """All that a run is, as tensors and plain types; `restore` and `model_of` are the way back."""
-    return {
-        "model": model.state_dict(), "model_args": asdict(model.config), "optimizer": optimizer.state_dict(),
+def capture(now, model, optimizer, scaler, average, cfg, tokenizer):
+    """All that a run is, in tensors (or shards of them) and plain types; `restore` and `model_of` are the way back."""
+    weights = model.state_dict()
+    del weights["lm_head.weight"]  # wte.weight again: what is gathered or written apart would be there twice
+    state = {
+        "model": weights, "model_args": asdict(model.config), "optimizer": optimizer.state_dict(),
         "scaler": scaler.state_dict(), **asdict(now), "config": asdict(cfg), "tokenizer": tokenizer.describe(),
         "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
     }  # fmt: skip
+    return {**state, "average": average.state_dict()} if average else state
 
 
-def restore(state, optimizer, scaler, blocks_per_iter):
-    """A checkpoint's optimizer and scaler into ours → its Progress. Raises UserError where they don't fit."""
+def save(state, best, out_dir, out, rt):
+    """Gather what `capture` gave → a function that writes it, on the main rank, and raises SaveError.
+
+    `best` is `state` itself, or `state` with other weights, or None. All ranks call both. sharded.save does the same in
+    parts.
+    """
+    whole = rt.gather(state)
+    if best is state:
+        best = whole
+    elif best:
+        best = {**whole, "model": rt.gather(best["model"])}
+        del best["average"]
+    for found in (whole, best or whole):
+        found["model"]["lm_head.weight"] = found["model"]["transformer.wte.weight"]
+    return (lambda: rt.print(f"saved {out.save(whole, best)}")) if out else lambda: None
+
+
+def set_weights(model, weights):
+    """A checkpoint's weights into a model that has their shapes, sharded or not."""
+    model.load_state_dict({name: shard_like(weights[name], p) for name, p in model.state_dict().items()})
+
+
+def restore(state, optimizer, scaler, average, blocks_per_iter):
+    """A checkpoint's optimizer, scaler and average into ours → its Progress. Raises UserError where they don't fit.
+
+    Where ours has an average (or None) and the checkpoint none, that begins anew with the weights.
+    """
     try:
-        load_state(optimizer, state["optimizer"])
+        if average and "average" in state:
+            average.load_state_dict(state.pop("average"))
+        load_state(optimizer, state.pop("optimizer"))  # a shard of it may be all that fits for long
         scaler.load_state_dict(state.get("scaler") or scaler.state_dict())
         now = Progress(**{field.name: state[field.name] for field in fields(Progress) if field.name in state})
         if "blocks" not in state:  # nanoGPT's, which saves right after an evaluation
@@ -228,7 +297,7 @@ def load(path):
     What the file holds is checked for type, range and finiteness here; whether it fits a model or an optimizer, there.
     """
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = _read(path)
     except FileNotFoundError:
         raise UserError(f"{path}: no such checkpoint") from None
     except pickle.UnpicklingError:  # torch's text would advise to trust the file
@@ -243,6 +312,17 @@ def load(path):
     for key, fits in PLAIN.items():
         if key in state and not fits(state[key]):
             raise UserError(f"{path}: '{key}' can't be {str(state[key])[:50]!r}")
+    if name := state.pop("shards", None):
+        import sharded  # and DCP with it, two seconds
+
+        folder = os.path.join(os.path.dirname(path), name)
+        try:
+            state = sharded.fill(state, folder)
+        except Exception as error:  # as above
+            raise UserError(f"{path} needs {folder}, which can't be read: {_first_line(error)}") from None
+        if "weights" in state:  # best.pt of an averaged run
+            state["model"] = state[state.pop("weights")]
+        state["model"]["lm_head.weight"] = state["model"].get("transformer.wte.weight")
     # torch.compile once wrapped names in _orig_mod., DDP in module.; old attention kept its causal mask as a buffer.
     state["model"] = {
         str(name).removeprefix("module.").removeprefix("_orig_mod."): tensor
@@ -253,6 +333,32 @@ def load(path):
     return state
 
 
+def _read(path, **how):
+    return torch.load(path, map_location="cpu", weights_only=True, **how)
+
+
+def _write(state, path):
+    with open(path, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def consolidate(out_dir):
+    """Make whole files of the checkpoints in out_dir that name shards, which go → their names. Raises UserError."""
+    if not os.path.isdir(out_dir):
+        raise UserError(f"{out_dir}: no such folder")
+    out, done = OutDir(out_dir, new_run=False), []
+    for name in (LATEST, BEST, *out._kept()):
+        path = os.path.join(out_dir, name)
+        if os.path.isfile(path) and "shards" in _read(path, mmap=True):
+            _write(load(path), path + ".tmp")
+            os.replace(path + ".tmp", path)
+            done.append(name)
+    out.drop_shards()
+    return done
+
+
 def model_of(state, path, **changed):
     """The GPT of a loaded checkpoint, with `changed` options of GPTConfig. Raises UserError."""
     try:
@@ -261,7 +367,7 @@ def model_of(state, path, **changed):
         block_size = changed.pop("block_size", config.block_size)
         for name, value in changed.items():
             setattr(config, name, value)
-        model = GPT.from_weights(config, state["model"])
+        model = GPT.from_weights(config, state.pop("model"))
         model.crop_block_size(block_size)
         return model
     except (UserError, ValueError) as error:
@@ -303,3 +409,15 @@ def pretrained(source, **changed):
 
 def _first_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@configurator.command
+def main(argv):
+    if len(argv) != 2 or argv[0] != "consolidate":
+        raise UserError("usage: python checkpoint.py consolidate OUT_DIR")
+    names = consolidate(argv[1])
+    print(f"{argv[1]}: {', '.join(names)} now whole" if names else f"{argv[1]}: nothing there is sharded")
+
+
+if __name__ == "__main__":
+    main()

@@ -9,6 +9,7 @@ with an underscore, modules, functions and classes in it are its own affair. Fla
 
 import dataclasses
 import difflib
+import errno
 import functools
 import inspect
 import os
@@ -25,7 +26,14 @@ class UserError(Exception):
 
 
 def command(main):
-    """Decorate a script's main(argv): a UserError becomes one message on stderr and exit code 2, Ctrl-C 130."""
+    """Decorate a script's main(argv): a UserError becomes one message on stderr and exit code 2, Ctrl-C 130.
+
+    Output that nobody reads any more (`| head`) ends it with 141, as SIGPIPE would; output to a full disk with 1.
+    """
+
+    def told(error):
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # under torchrun one voice a machine is enough
+            print(f"{os.path.basename(sys.argv[0])}: {error}", file=sys.stderr)
 
     @functools.wraps(main)
     def run(argv=None):
@@ -33,16 +41,22 @@ def command(main):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(encoding="utf-8", errors="replace")
         try:
-            return main(sys.argv[1:] if argv is None else argv)
+            try:
+                return main(sys.argv[1:] if argv is None else argv)
+            finally:
+                sys.stdout.flush()  # here, where an error can still be told
         except UserError as error:
-            if os.environ.get("LOCAL_RANK", "0") == "0":  # under torchrun one voice a machine is enough
-                print(f"{os.path.basename(sys.argv[0])}: {error}", file=sys.stderr)
+            told(error)
             raise SystemExit(2) from None
         except KeyboardInterrupt:
             raise SystemExit(130) from None
-        except BrokenPipeError:  # `sample.py | head` is no error
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise SystemExit(141) from None
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's own last flush fails again
+            if error.errno == errno.ENOSPC:
+                told(f"output can't be written: {error.strerror}")
+            raise SystemExit(1 if error.errno == errno.ENOSPC else 141) from None
 
     return run
 

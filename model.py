@@ -316,12 +316,21 @@ def is_finite(tensor):
 
 
 def _pretrained_file(name_or_folder, filename):
-    """The path of a file in a local folder, or in the hub's cache, downloaded at first use."""
+    """The path of a file in a local folder, or in the hub's cache, downloaded at first use. Raises OSError."""
     if name_or_folder not in PRETRAINED:
         return os.path.join(name_or_folder, filename)
-    from huggingface_hub import hf_hub_download
+    import huggingface_hub as hub
 
-    return hf_hub_download(f"openai-community/{name_or_folder}", filename)
+    repo = f"openai-community/{name_or_folder}"
+    cached = hub.try_to_load_from_cache(repo, filename)
+    if isinstance(cached, str):  # these files don't change, and to ask whether they did takes a network
+        return cached
+    if not hub.constants.HF_HUB_OFFLINE:
+        try:  # the library itself would try for half a minute
+            hub.get_session().head(hub.constants.ENDPOINT, timeout=5)
+        except Exception as error:  # of whichever HTTP library it uses
+            raise OSError(f"{hub.constants.ENDPOINT} can't be reached: {error}") from None
+    return hub.hf_hub_download(repo, filename)
 
 
 def _config_from_hf(hf, source, dropout):

@@ -1,10 +1,13 @@
-"""Parameter groups, AdamW and Muon."""
+"""Parameter groups, AdamW and Muon; the average of the weights."""
 
 import math
+from contextlib import contextmanager
 
 import torch
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from model import is_finite
+from runtime import shard_like, whole
 
 # Muon's quintic: five rounds bring singular values from [0.005, 1] to about [0.7, 1.2] (Jordan et al. 2024).
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -66,7 +69,7 @@ class Muon(torch.optim.AdamW):
             super().step()
         finally:
             self.param_groups = groups
-        same_shape = {}  # (rows, columns) → the places that take part of a batch: (matrix, its update, group)
+        same_shape = {}  # (rows, columns) of a part → what takes part in one batch: (matrix, its update, group)
         skip = getattr(self, "found_inf", None)
         applied = 1.0 if skip is None else 1 - skip
         for group in (group for group in groups if group.get("parts")):
@@ -80,13 +83,15 @@ class Muon(torch.optim.AdamW):
                 grad = p.grad if skip is None else torch.where(skip > 0, momentum, p.grad)
                 momentum.lerp_(grad, 1 - MOMENTUM)
                 update = grad.lerp(momentum, MOMENTUM)  # Nesterov
-                for matrix, part in zip(p.chunk(group["parts"]), update.chunk(group["parts"]), strict=True):
-                    same_shape.setdefault(matrix.shape, []).append((matrix, part, group))
+                same_shape.setdefault((p.size(0) // group["parts"], p.size(1)), []).append((p, update, group))
         for (rows, columns), places in same_shape.items():
-            batch = orthogonalise(torch.stack([part for _, part, _ in places]).to(self.product_dtype))
-            for (matrix, _, group), update in zip(places, batch, strict=True):
-                matrix.mul_(1 - group["lr"] * group["weight_decay"] * applied)
-                matrix.sub_(update * (group["lr"] * 0.2 * math.sqrt(max(rows, columns)) * applied))
+            # The orthogonal factor of a slice isn't the slice of the factor: every rank gathers and factors the whole.
+            parts = [part for _, update, group in places for part in whole(update).chunk(group["parts"])]
+            batch = iter(orthogonalise(torch.stack(parts).to(self.product_dtype)))
+            for p, _, group in places:
+                update = shard_like(torch.cat([next(batch) for _ in range(group["parts"])]), p)
+                p.mul_(1 - group["lr"] * group["weight_decay"] * applied)
+                p.sub_(update * (group["lr"] * 0.2 * math.sqrt(max(rows, columns)) * applied))
 
 
 def orthogonalise(batch):
@@ -101,6 +106,47 @@ def orthogonalise(batch):
     return x.mT if tall else x
 
 
+class Average:
+    """An exponential moving average of a model's weights, by torch's own rule: w̄ ← decay · w̄ + (1 - decay) · w."""
+
+    def __init__(self, model, decay):
+        self.model, self.rule = model, get_ema_multi_avg_fn(decay)
+        self.params = list(model.parameters())
+        self.weights = [p.detach().clone() for p in self.params]
+
+    def update(self):
+        self.rule(self.weights, [p.detach() for p in self.params], None)
+
+    @contextmanager
+    def applied(self):
+        """Inside, the model has the averaged weights. They change places, so that memory is taken for one at a time."""
+        self._change_places()
+        try:
+            yield
+        finally:
+            self._change_places()
+
+    def state_dict(self):
+        """The averaged weights under their names, a tied one once."""
+        return {name: weight for (name, _), weight in zip(self.model.named_parameters(), self.weights, strict=True)}
+
+    def load_state_dict(self, saved):
+        """Raises ValueError where `saved` isn't what state_dict() of such a model gives."""
+        for name, weight in self.state_dict().items():
+            if not (is_finite(saved.get(name)) and saved[name].shape == weight.shape):
+                raise ValueError(f"the average of {name} is no finite tensor of shape {tuple(weight.shape)}")
+            weight.copy_(shard_like(saved[name], weight))
+
+    @torch.no_grad()
+    def _change_places(self):
+        if hasattr(self.model, "reshard"):  # fsdp would compute with what it gathered before
+            self.model.reshard()
+        for p, weight in zip(self.params, self.weights, strict=True):
+            now = p.clone()
+            p.copy_(weight)
+            weight.copy_(now)
+
+
 def load_state(optimizer, saved):
     """Moments and step counts from a saved state_dict(); rates, decay and betas stay those of this run's options.
 
@@ -111,10 +157,11 @@ def load_state(optimizer, saved):
         raise ValueError(f"it has state for {len(saved['state'])} parameters, the model {len(params)}")
     for number, p in enumerate(params):
         for name, moment in saved["state"][number].items():
-            shape = () if name == "step" else p.shape
+            shape = () if name == "step" else p.shape  # the whole's, of a shard too
             if not (is_finite(moment) and moment.shape == shape):
                 raise ValueError(f"{name} of parameter {number} is no finite tensor of shape {tuple(shape)}")
-            saved["state"][number][name] = moment.to(torch.float32 if name == "step" else p.dtype).contiguous()
+            moment = moment.to(torch.float32 if name == "step" else p.dtype).contiguous()
+            saved["state"][number][name] = shard_like(moment, p) if shape else moment
     options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(saved)
     for group, option in zip(optimizer.param_groups, options, strict=True):

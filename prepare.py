@@ -173,7 +173,8 @@ class Reader:
     def _parquet(self, path, file):
         import pyarrow.parquet
 
-        table = pyarrow.parquet.ParquetFile(file, buffer_size=2**20)  # else it reads a row group's column at once
+        # By default it reads a whole column of a row group at once.
+        table = pyarrow.parquet.ParquetFile(file, buffer_size=2**20, pre_buffer=False)
         if self.cfg.field not in table.schema_arrow.names:
             found = ", ".join(table.schema_arrow.names)
             raise UserError(f'{path}: no column "{self.cfg.field}" (--field=NAME), among {found}')

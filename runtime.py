@@ -17,11 +17,13 @@ import warnings
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from configurator import UserError
 
@@ -50,6 +52,8 @@ class RuntimeConfig:
     compile: bool | Literal["auto"] = "auto"  # torch.compile; auto: on CUDA, if a compiler works there
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # between ranks; auto: nccl on CUDA, gloo elsewhere
     timeout: float = 10.0  # minutes that ranks wait for one another before the run ends; a save must take less
+    strategy: Literal["ddp", "fsdp"] = "ddp"  # ddp: each rank holds all weights; fsdp: a share of them, and less memory
+    activation_checkpointing: bool = False  # keep only each block's input and compute the rest again for the gradient
     seed: int = 1337  # of initialisation, data order and dropout
 
     def check(self):
@@ -95,12 +99,14 @@ class Runtime:
         self.device = _device(cfg.device, local_rank)
         if cfg.backend == "nccl" and self.device.type != "cuda":
             raise UserError(f"--backend=nccl needs --device=cuda, not {self.device.type}")
+        if self.distributed and cfg.strategy == "fsdp" and self.device.type not in ("cuda", "cpu"):
+            raise UserError(f"--strategy=fsdp needs --device=cuda or cpu, not {self.device.type}; --strategy=ddp works")
         self.is_main = self.rank == 0
         self.dtype = _dtype(cfg.dtype, self.device.type)
         if self.dtype not in (torch.float32, _dtype("auto", self.device.type)):
             self.print(f"--dtype={cfg.dtype} isn't what this {self.device.type} is fastest in; --dtype=auto would be")
         self.seed, self.timeout = cfg.seed, cfg.timeout
-        self.stopping = None
+        self.stopping = self.group_beside = None
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             torch.set_float32_matmul_precision("high")  # TF32 for whatever stays float32
@@ -113,6 +119,8 @@ class Runtime:
             dist.init_process_group(backend, timeout=limit, **place)
             self.cpu_group = dist.new_group(backend="gloo", timeout=limit) if backend == "nccl" else None
         self.compile, self.compiles = cfg.compile, False  # what is wanted; what came of it when a model was wrapped
+        self.activation_checkpointing = cfg.activation_checkpointing
+        self.sharded = self.distributed and cfg.strategy == "fsdp"  # one process alone has nothing to share
         # float16's gradients underflow without a scale; for the other dtypes the scaler passes everything through.
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
         torch.manual_seed(cfg.seed)
@@ -120,6 +128,7 @@ class Runtime:
     def __str__(self):
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
         ranks = f", {self.world_size} ranks" if self.world_size > 1 else ""
+        ranks += ", fsdp" if self.sharded else ""
         return f"{name}, {str(self.dtype).removeprefix('torch.')}, {'compiled' if self.compiles else 'eager'}{ranks}"
 
     def print(self, *args):
@@ -131,15 +140,43 @@ class Runtime:
     # -- the model -----------------------------------------------------------------------------------------------------
 
     def wrap(self, model):
-        """Move `model` to the device and compile it, both in place → what to train: itself, or DDP around it."""
-        model.to(self.device)
+        """Move `model` to the device and compile it, both in place → what to train: itself, or DDP around it.
+
+        With fsdp it is the model itself, its parameters DTensors of which each rank holds a slice of the rows.
+        """
+        blocks = model.transformer.h
+        if self.activation_checkpointing:
+            for block in blocks:  # dropout's generator is set back for the second time, so it drops the same
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         self.compiles = self._compiles(self.compile)
         if self.compiles:
-            model.compile()
+            # Inductor would number its random draws by graph; so that a whole model, its blocks alone and eager
+            # code all drop the same, dropout stays the eager one.
+            torch._inductor.config.fallback_random = True
+            for module in blocks if self.sharded else [model]:  # what fsdp gathers and frees is no part of a graph
+                module.compile()
+        if self.sharded:
+            return self._shard(model)
+        model.to(self.device)
         if not self.distributed:
             return model
         device_ids = [self.device] if self.device.type == "cuda" else None
         return torch.nn.parallel.DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+
+    def _shard(self, model):
+        """FSDP2 (arXiv:2304.11277) on each block and on the rest: gathered for its own forward and backward only.
+
+        Where dtype is narrow, blocks are gathered in it and gradients summed in float32, as DDP sums them. The rest
+        (tables, last norm) and the stream between blocks stay float32, so that autocast computes what it does in DDP.
+        """
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # two seconds that only this path pays
+
+        mesh = dist.init_device_mesh(self.device.type, (self.world_size,))
+        narrow = None if self.dtype == torch.float32 else self.dtype
+        policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for block in model.transformer.h:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        return fully_shard(model, mesh=mesh)  # lm_head.weight is wte.weight still, in one group
 
     def autocast(self):
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
@@ -152,17 +189,18 @@ class Runtime:
 
     # -- the ranks -----------------------------------------------------------------------------------------------------
 
-    def my_share(self, first, accumulation):
-        """Which of the micro-batches first … first + accumulation - 1 this rank takes: every world_size-th."""
-        return range(first + self.rank, first + accumulation, self.world_size)
+    def my_share(self, micro_batches):
+        """Which of an iteration's micro-batches, a range of indices, this rank takes: every world_size-th."""
+        return micro_batches[self.rank :: self.world_size]
 
-    def check_accumulation(self, accumulation):
-        """Raise UserError unless every rank gets the same number of micro-batches."""
-        if accumulation % self.world_size:
-            near = max(1, round(accumulation / self.world_size)) * self.world_size
+    def check_accumulation(self, accumulation, parts=1):
+        """Raise UserError unless every rank gets the same number of micro-batches of each of so many `parts`."""
+        if accumulation % (self.world_size * parts):
+            near = max(1, round(accumulation / (self.world_size * parts))) * self.world_size * parts
+            quarters = " in quarters, which --batch_warmup_iters begins with" if parts > 1 else ""
             raise UserError(
                 f"--gradient_accumulation_steps={accumulation} counts the micro-batches of all ranks and can't be "
-                f"divided by the {self.world_size} of them; the nearest that works is {near}"
+                f"divided by the {self.world_size} of them{quarters}; the nearest that works is {near}"
             )
 
     @contextmanager
@@ -173,8 +211,40 @@ class Runtime:
         micro-batch of a step sums gradients over the ranks.
         """
         torch.manual_seed((self.seed * 1_000_003 + index) % 2**63)
-        with nullcontext() if last or not self.distributed else model.no_sync():
+        if self.sharded:  # unsharded gradients add up meanwhile: communication saved, at 4 bytes a parameter
+            model.set_requires_gradient_sync(last)
+        with nullcontext() if last or self.sharded or not self.distributed else model.no_sync():
             yield
+
+    def clip_grad_norm_(self, model, max_norm):
+        """Scale gradients down to a norm of max_norm, over all parameters and shards → the norm before, 0-dim."""
+        parameters = list(model.parameters())
+        norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
+    def gather(self, state):
+        """`state`, nested, with its shards put together: whole and on the CPU for the main rank, None on the others.
+
+        All ranks must call it. None but the main one holds more than one whole tensor at a time.
+        """
+        if isinstance(state, dict):
+            return {key: self.gather(value) for key, value in state.items()}
+        if not is_shard(state):
+            return state
+        tensor = whole(state)
+        return tensor.cpu() if self.is_main else None
+
+    def background_group(self):
+        """A group, the same at each call, for what runs beside the training; None alone. All ranks must call it."""
+        if self.distributed and not self.group_beside:
+            self.group_beside = dist.new_group(backend="gloo")
+        return self.group_beside
+
+    def all_finite(self, tensors):
+        """Whether all numbers are finite, in the shards of all ranks: the same answer on each."""
+        locals_ = [tensor.to_local() if is_shard(tensor) else tensor for tensor in tensors]
+        return not self.sum(torch.stack([~tensor.isfinite().all() for tensor in locals_]).sum()).item()
 
     def mean(self, tensor):
         """The mean over ranks."""
@@ -357,6 +427,25 @@ def _ranks(ranks):
 
 def _first_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def is_shard(tensor):
+    """Whether it is a DTensor, this rank's slice of a larger one; told without two seconds of importing that class."""
+    return hasattr(tensor, "full_tensor")
+
+
+def whole(tensor):
+    """A DTensor's whole, gathered from all ranks; any other tensor as it is."""
+    return tensor.full_tensor() if is_shard(tensor) else tensor
+
+
+def shard_like(tensor, p):
+    """This rank's slice of a whole tensor, if p is such a slice; else the tensor itself. No rank waits for another."""
+    if not is_shard(p):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
 
 
 def _device(wanted, local_rank):

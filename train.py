@@ -15,6 +15,7 @@ import math
 import os
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
@@ -26,7 +27,7 @@ import configurator
 import plan
 import preflight
 from configurator import UserError
-from dataset import SPLITS, Dataset
+from dataset import Dataset
 from model import GPT, GPTConfig
 from optimizer import make_optimizer
 from run import Run
@@ -43,6 +44,7 @@ class TrainConfig(GPTConfig, RuntimeConfig):
     vocab_size: int = 0  # V; 0: the data set's, for GPT-2 tokens padded to 50304
     batch_size: int = 12  # B: blocks of block_size tokens in a micro-batch
     gradient_accumulation_steps: int = 40  # micro-batches an iteration, of all ranks together
+    batch_warmup_iters: int = 0  # in the first half of these an iteration has a quarter of its micro-batches, then half
     # optimizer
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the blocks' matrices, AdamW for the rest
     learning_rate: float = 6e-4  # at its highest
@@ -51,6 +53,7 @@ class TrainConfig(GPTConfig, RuntimeConfig):
     beta1: float = 0.9  # of the mean of the gradients
     beta2: float = 0.95  # of the mean of their squares; higher, such as 0.99, when an iteration has few tokens
     grad_clip: float = 1.0  # the norm that gradients are clipped to; 0: off
+    ema_decay: float = 0.0  # average the weights too, over about 1 / (1 - ema_decay) updates; 0: don't
     max_skips: int = 5  # updates in a row that a non-finite loss or gradient may cost before the run stops
     spike_zscore: float = 0.0  # skip updates whose loss or gradient norm is so many deviations off; 0: never
     # learning rate: linear warmup, then down to min_lr
@@ -66,6 +69,7 @@ class TrainConfig(GPTConfig, RuntimeConfig):
     eval_only: bool = False  # evaluate once and exit, writing nothing
     log_interval: int = 10  # iterations between lines; more cost nothing on a CPU, and a synchronisation on a GPU
     out_dir: str = "out"  # where checkpoints go
+    checkpoint_format: Literal["whole", "sharded"] = "whole"  # sharded: each rank writes a part, beside the training
     keep_checkpoints: int = 0  # how many of the latest checkpoints also stay under a name of their own
     plan: bool | str = False  # print what the run needs and exit: True for this machine, or such as "8 x A100 40GB"
     preflight: bool = False  # check that the ranks are alike and can talk, print what they are, and exit
@@ -82,14 +86,15 @@ class TrainConfig(GPTConfig, RuntimeConfig):
             if not 1 <= getattr(self, name) < 1e9:
                 raise ValueError(f"{name} must be at least 1 and below 1e9, not {getattr(self, name)}")
         for name in ("vocab_size", "learning_rate", "max_iters", "weight_decay", "grad_clip", "spike_zscore", "min_lr",
-                     "warmup_iters", "lr_decay_iters", "eval_iters", "keep_checkpoints", "time_limit"):  # fmt: skip
+                     "warmup_iters", "batch_warmup_iters", "lr_decay_iters", "eval_iters", "keep_checkpoints",
+                     "time_limit"):  # fmt: skip
             if not 0 <= getattr(self, name) < 1e40:
                 raise ValueError(f"{name} must be a number from 0 on, not {getattr(self, name)}")
         if self.decay_lr and self.min_lr > self.learning_rate:
             raise ValueError(f"min_lr={self.min_lr} must not be above learning_rate={self.learning_rate}")
         if not 0 < self.decay_frac <= 1:
             raise ValueError(f"decay_frac must be in (0, 1], not {self.decay_frac}")
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "ema_decay"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), not {getattr(self, name)}")
 
@@ -120,13 +125,22 @@ def learning_rate_at(step, cfg):
     return cfg.min_lr + height * (cfg.learning_rate - cfg.min_lr)
 
 
-def train_step(model, optimizer, guard, data, first, cfg, rt):
-    """One update of `model` (as rt.wrap returned it), from the micro-batches that begin with number `first`.
+def micro_batches_at(step, cfg):
+    """How many micro-batches iteration `step` has: while the gradient is large, a noisy one is as good."""
+    if step < cfg.batch_warmup_iters / 2:
+        return cfg.gradient_accumulation_steps // 4
+    if step < cfg.batch_warmup_iters:
+        return cfg.gradient_accumulation_steps // 2
+    return cfg.gradient_accumulation_steps
+
+
+def train_step(model, optimizer, guard, data, micro_batches, cfg, rt):
+    """One update of `model` (as rt.wrap returned it), from these micro-batches, a range of indices.
 
     → (mean loss of all micro-batches and ranks, gradient norm before clipping), 0-dim on the device. An update that
     `guard` refuses leaves weights and optimizer as they are.
     """
-    micro_batches = rt.my_share(first, cfg.gradient_accumulation_steps)
+    micro_batches = rt.my_share(micro_batches)
     total = torch.zeros((), device=rt.device)
     for index in micro_batches:
         x, y = rt.to_device(*data.batch("train", index))  # (B, T) each
@@ -137,7 +151,7 @@ def train_step(model, optimizer, guard, data, first, cfg, rt):
         total += loss.detach()
     loss = rt.mean(total / len(micro_batches))
     rt.scaler.unscale_(optimizer)
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
+    grad_norm = rt.clip_grad_norm_(model, cfg.grad_clip or math.inf)
     optimizer.found_inf = guard.judge(loss, grad_norm)  # the fused kernel's own switch, which GradScaler uses too
     optimizer.step()
     rt.scaler.update()
@@ -146,25 +160,32 @@ def train_step(model, optimizer, guard, data, first, cfg, rt):
 
 
 @torch.no_grad()
-def evaluate(model, data, cfg, rt):
+def evaluate(model, data, cfg, rt, average=None):
     """{split: mean loss a token}, over a fixed, evenly spread part of each split that the ranks share out.
 
-    None if the run was told to stop meanwhile.
+    With an `average` of the weights also its loss on val, as "average". None if the run was told to stop meanwhile.
     """
     model.eval()
-    sums = torch.zeros(len(SPLITS), 2, dtype=torch.float64)  # nats, tokens
-    for number, split in enumerate(SPLITS):
-        for x, y in data.eval_batches(split, cfg.eval_iters, rt.rank, rt.world_size):
-            if rt.stop_reason():
-                model.train()
-                return None
-            tokens = (y >= 0).sum().item()  # the last block may be short, and a rank's last batch empty
-            x, y = rt.to_device(x, y)
-            with rt.autocast():
-                loss = model(x, y).item()
-            sums[number] += torch.tensor([loss * tokens if tokens else 0.0, tokens], dtype=torch.float64)
+    passes = [("train", "train", nullcontext()), ("val", "val", nullcontext())]
+    if average:
+        passes.append(("average", "val", average.applied()))
+    means = {}
+    for name, split, weights in passes:
+        sums = torch.zeros(2, dtype=torch.float64)  # nats, tokens
+        with weights:
+            for x, y in data.eval_batches(split, cfg.eval_iters, rt.rank, rt.world_size):
+                if rt.stop_reason():
+                    model.train()
+                    return None
+                tokens = (y >= 0).sum().item()  # the last block may be short, and a rank's last batch empty
+                x, y = rt.to_device(x, y)
+                with rt.autocast():
+                    loss = model(x, y).item()
+                sums += torch.tensor([loss * tokens if tokens else 0.0, tokens], dtype=torch.float64)
+        nats, tokens = rt.sum(sums).tolist()
+        means[name] = nats / tokens
     model.train()
-    return {split: nats / tokens for split, (nats, tokens) in zip(SPLITS, rt.sum(sums).tolist(), strict=True)}
+    return means
 
 
 # ---- what is trained ---------------------------------------------------------------------------------------------
@@ -233,7 +254,7 @@ def main(argv):
         if cfg.plan:
             del model, state  # of init_from: they'd count as memory of the program itself
             return plan.report(cfg, data, rt, train_step)
-        rt.check_accumulation(cfg.gradient_accumulation_steps)
+        rt.check_accumulation(cfg.gradient_accumulation_steps, parts=4 if cfg.batch_warmup_iters else 1)
         writes = rt.is_main and not cfg.eval_only
         out = checkpoint.OutDir(cfg.out_dir, not state, cfg.keep_checkpoints) if writes else None
         train(cfg, model or GPT(cfg.model_config()), data, state, out, rt)
@@ -256,8 +277,7 @@ def train(cfg, model, data, state, out, rt):
     wrapped = rt.wrap(model)
     optimizer = make_optimizer(model, cfg, rt.dtype if rt.dtype == torch.bfloat16 else torch.float32)
     run = Run(cfg, model, optimizer, data.tokenizer, state, out, rt)
-    blocks_per_iter = cfg.gradient_accumulation_steps * cfg.batch_size
-    tokens_per_iter = blocks_per_iter * cfg.block_size
+    tokens_per_iter = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
     rt.print(f"{model.num_params():,} parameters on {rt}; {data}; {tokens_per_iter:,} tokens an iteration")
     if run.now.iter_num >= cfg.max_iters and state and not cfg.eval_only:
         rt.print(f"nothing to train: {run.now.iter_num} updates are done, --max_iters={cfg.max_iters}")
@@ -267,7 +287,7 @@ def train(cfg, model, data, state, out, rt):
         step, last = run.now.iter_num, run.now.iter_num >= cfg.max_iters
         if cfg.eval_only or run.now.evaluated != step and (last or step % cfg.eval_interval == 0):
             began = time.perf_counter()
-            losses = evaluate(model, data, cfg, rt)
+            losses = evaluate(model, data, cfg, rt, run.average)
             if losses is None:
                 continue
             run.evaluated(losses, began)
@@ -277,8 +297,9 @@ def train(cfg, model, data, state, out, rt):
         for group in optimizer.param_groups:
             group["lr"] = lr
         first = -(-run.now.blocks // cfg.batch_size)  # rounded up: batch_size may have changed since the checkpoint
-        loss, grad_norm = train_step(wrapped, optimizer, run.guard, data, first, cfg, rt)
-        run.updated(blocks=first * cfg.batch_size + blocks_per_iter)
+        micro_batches = range(first, first + micro_batches_at(step, cfg))
+        loss, grad_norm = train_step(wrapped, optimizer, run.guard, data, micro_batches, cfg, rt)
+        run.updated(blocks=micro_batches.stop * cfg.batch_size)
         if step % cfg.log_interval == 0 or step + 1 == cfg.max_iters:
             run.log_update(loss, grad_norm, lr)
 

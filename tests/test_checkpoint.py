@@ -101,7 +101,8 @@ def test_the_first_save_of_a_new_run_and_only_it_sets_the_former_files_aside_and
     for run in range(3):
         out = checkpoint.OutDir(str(tmp_path), new_run=True)
         for step in range(3):
-            out.save({"model": {}, "model_args": {}, "run": run, "step": step}, best=step == 1)
+            state = {"model": {}, "model_args": {}, "run": run, "step": step}
+            out.save(state, best=state if step == 1 else None)
     found = {str(p.relative_to(tmp_path)): torch.load(p) for p in tmp_path.rglob("*.pt")}
     assert {name: (state["run"], state["step"]) for name, state in found.items()} == {
         "ckpt.pt": (2, 2), "best.pt": (2, 1), "previous-1/ckpt.pt": (0, 2), "previous-1/best.pt": (0, 1),
@@ -264,7 +265,7 @@ def test_a_run_that_dies_between_any_two_renames_of_its_first_save_loses_no_run(
         monkeypatch.setattr(checkpoint.os, name, dies)
     state = {**torch.load(file, weights_only=True), "iter_num": 1}
     with contextlib.suppress(KeyboardInterrupt):
-        out.save(state, best=True)
+        out.save(state, best=state)
     monkeypatch.undo()
     assert checkpoint.load(file)["iter_num"] in (1, 4)
     files = [path.read_bytes() for path in folder.rglob("*") if path.is_file()]

@@ -73,8 +73,17 @@ def test_a_schedule_warms_up_and_then_decays_by_the_end_of_the_run(name):
     assert config.min_lr <= config.learning_rate / 10 * (1 + 1e-9)
 
 
+def test_the_muon_recipes_train_the_same_network_on_the_same_batches_in_half_the_iterations():
+    for name in ("train_shakespeare_char", "train_gpt2"):
+        plain, muon = load(name), load(f"{name}_muon")
+        assert muon.model_config() == plain.model_config() and muon.max_iters == plain.max_iters / 2
+        for option in ("dataset", "batch_size", "gradient_accumulation_steps"):
+            assert getattr(muon, option) == getattr(plain, option)
+        assert (muon.optimizer, plain.optimizer) == ("muon", "adamw")
+
+
 def test_runs_that_may_stand_side_by_side_have_folders_of_their_own():
-    names = ["train_shakespeare_char", "train_shakespeare_char_cpu", "train_gpt2", "finetune_shakespeare"]
+    names = [name for name in CONFIGS if not name.startswith("eval_")]
     assert len({load(name).out_dir for name in names}) == len(names)
 
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = [
     {"prepare", "train", "sample"},  # the commands
     {"plan", "preflight", "run"},
-    {"checkpoint", "dataset", "guard", "optimizer", "tokenizer"},
+    {"checkpoint", "dataset", "guard", "optimizer", "sharded", "tokenizer"},
     {"model", "model_numpy", "runtime", "configurator", "fetch"},
 ]
 MODULES = {path.stem: path for path in sorted(ROOT.glob("*.py"))}

@@ -1,6 +1,8 @@
 """The network: exactly GPT-2, by counts, by its first loss, and by two other implementations of it."""
 
 import math
+import shutil
+import time
 
 import numpy as np
 import pytest
@@ -321,6 +323,25 @@ def test_a_folder_that_is_no_gpt2_is_refused_by_what_differs(hugging_face, chang
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(ValueError, match=next(iter(change))):
         GPT.from_pretrained(str(folder))
+
+
+def test_a_hub_out_of_reach_is_said_at_once_and_what_it_once_gave_needs_no_network(hugging_face, monkeypatch, tmp_path):
+    import huggingface_hub as hub
+
+    monkeypatch.setattr(hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    began = time.perf_counter()
+    with pytest.raises(OSError, match="127.0.0.1:9 can't be reached"):
+        GPT.from_pretrained("gpt2")
+    assert time.perf_counter() - began < 6  # the library itself takes 24 s
+    theirs, folder = hugging_face()
+    repo = tmp_path / "models--openai-community--gpt2"  # the hub's cache, as its library lays it out
+    shutil.copytree(folder, repo / "snapshots" / ("0" * 40))
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr(hub, "get_session", None)
+    assert torch.equal(GPT.from_pretrained("gpt2").transformer.wte.weight, theirs.transformer.wte.weight)
 
 
 # -- generation -----------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from tiny import flags, here, make_dataset, metrics, run, same, weights
 
 import train
 from model import GPT, GPTConfig
-from optimizer import load_state, make_optimizer, orthogonalise
+from optimizer import Average, load_state, make_optimizer, orthogonalise
 
 OPTIONS = dict(learning_rate=0.02, beta1=0.9, beta2=0.99, weight_decay=0.1)
 CONFIG = GPTConfig(block_size=8, vocab_size=12, n_layer=2, n_head=2, n_embd=16)
@@ -147,3 +147,53 @@ def test_muon_learns_faster_than_adamw_on_the_tiny_text(data, tmp_path):
         assert done.returncode == 0, done.stderr
         losses[name] = metrics(out, "step", "val_loss")[60]
     assert losses["muon"] < losses["adamw"]
+
+
+# ---- the average of the weights
+
+
+def test_the_average_is_the_exponential_one():
+    model = torch.nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        average = Average(model, 0.75)
+        for value in (5.0, 9.0):
+            model.weight.fill_(value)
+            average.update()
+    assert average.weights[0].tolist() == [[3.75, 3.75]]  # 1, 0.75 + 1.25 = 2, 1.5 + 2.25
+    with average.applied():
+        assert model.weight[0, 0] == 3.75
+        assert average.weights[0][0, 0] == 9.0
+    assert model.weight[0, 0] == 9.0
+
+
+def test_an_average_disturbs_no_run_is_evaluated_and_becomes_the_best_where_it_is_better(data, tmp_path):
+    """At this rate, which doesn't fall, the weights jump about and their average doesn't."""
+    recipe = ("--decay_lr=False", "--learning_rate=3e-2", "--max_iters=40", "--eval_interval=10", "--eval_iters=0")
+    assert here(train.main, *flags(data, tmp_path / "without", *recipe)).returncode == 0
+    done = here(train.main, *flags(data, tmp_path / "with", *recipe, "--ema_decay=0.8"))
+    assert done.returncode == 0 and "of the averaged weights" in done.stdout
+    assert same(weights(tmp_path / "with"), weights(tmp_path / "without"))
+    losses = metrics(tmp_path / "with", "step", "average_loss")
+    assert losses[40] < metrics(tmp_path / "with", "step", "val_loss")[40]
+    best = torch.load(tmp_path / "with" / "best.pt", weights_only=True)
+    average = torch.load(tmp_path / "with" / "ckpt.pt", weights_only=True)["average"]
+    assert best["best_val_loss"] == min(losses.values()) and best["iter_num"] == 40
+    assert all(torch.equal(best["model"][name], average[name]) for name in average)
+    only = ("--eval_only=True", "--eval_iters=0", "--device=cpu", f"--dataset={data}")
+    done = here(train.main, f"--init_from={tmp_path / 'with'}", *only)
+    assert f"val loss {losses[40]:.4f}" in done.stdout, done.stderr
+
+
+def test_an_average_resumes_to_the_last_bit_and_one_that_cannot_be_is_refused(data, tmp_path):
+    recipe = ("--ema_decay=0.9", "--max_iters=10", "--lr_decay_iters=10")
+    assert here(train.main, *flags(data, tmp_path / "whole", *recipe)).returncode == 0
+    assert here(train.main, *flags(data, tmp_path / "out", *recipe, "--max_iters=5")).returncode == 0
+    resume = ("--init_from=resume", f"--out_dir={tmp_path / 'out'}")
+    assert here(train.main, *resume, "--max_iters=10").returncode == 0
+    states = [torch.load(tmp_path / name / "ckpt.pt", weights_only=True) for name in ("whole", "out")]
+    assert same(states[0]["average"], states[1]["average"]) and same(states[0]["model"], states[1]["model"])
+    states[1]["average"]["transformer.wpe.weight"] = torch.zeros(1)
+    torch.save(states[1], tmp_path / "out" / "ckpt.pt")
+    done = here(train.main, *resume, "--max_iters=12")
+    assert done.returncode == 2 and "average of transformer.wpe.weight" in done.stderr

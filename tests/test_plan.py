@@ -115,7 +115,7 @@ def test_what_does_not_fit_is_refused_with_the_largest_micro_batch_that_does_and
 
 
 def test_where_no_micro_batch_fits_fewer_layers_are_named(simple_count):
-    tight = (*SMALL, "--plan=2 x A100 1.24GB")
+    tight = (*SMALL, "--plan=2 x A100 1.2GB")
     wanted = remedy(planned(*tight))
     assert any(flag.startswith("--n_layer=") for flag in wanted) and "--batch_size=1" in wanted
     assert planned(*tight, *wanted).returncode == 0

@@ -72,6 +72,18 @@ def test_resume_takes_the_config_that_the_run_was_started_with_and_flags_over_it
     assert state["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.95)
 
 
+def test_resuming_with_another_batch_size_deals_no_block_twice_and_leaves_out_less_than_a_batch(data, tmp_path):
+    assert here(train.main, *flags(data, tmp_path, "--max_iters=7")).returncode == 0  # 7 x 2 x 4 blocks
+    dealt = []
+    with pytest.MonkeyPatch.context() as patch:
+        batch = train.Dataset.batch
+        patch.setattr(train.Dataset, "batch", lambda self, split, i: dealt.append(i) or batch(self, split, i))
+        more = ("--batch_size=3", "--gradient_accumulation_steps=5", "--max_iters=9")
+        assert here(train.main, "--init_from=resume", f"--out_dir={tmp_path}", *more).returncode == 0
+    assert dealt == list(range(19, 29))  # blocks 57 to 86
+    assert torch.load(tmp_path / "ckpt.pt", weights_only=True)["blocks"] == 87
+
+
 def test_resuming_a_finished_run_says_so_and_changes_nothing(whole):
     before = (whole / "ckpt.pt").stat().st_mtime_ns
     done = here(train.main, "--init_from=resume", f"--out_dir={whole}")

@@ -1,12 +1,14 @@
 """sample.py: text from checkpoints, nothing that the model can't mean, errors that say what to do."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import flags, here, make_dataset, run
+from tiny import ROOT, flags, here, make_dataset, run
 
 import sample
 import train
@@ -106,6 +108,23 @@ def test_it_runs_from_another_folder_in_the_c_locale(out, tmp_path):
     (tmp_path / "é.txt").write_text("to", encoding="utf-8")
     done = run("sample.py", f"--out_dir={out}", "--start=FILE:é.txt", "--num_samples=1", cwd=tmp_path, env=env)
     assert done.returncode == 0 and done.stdout.startswith("to"), done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has such a disk")
+@pytest.mark.parametrize("script, more", [("sample.py", []), ("sample.py", ["--help"]), ("train.py", ["--help"])])
+def test_output_to_a_full_disk_ends_in_one_line(out, script, more):
+    command = [sys.executable, str(ROOT / script), f"--out_dir={out}", "--max_new_tokens=5", *more]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1 and done.stderr.splitlines()[-1].endswith("No space left on device")
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
+def test_output_that_nobody_reads_ends_as_a_broken_pipe_does(out):
+    command = [sys.executable, str(ROOT / "sample.py"), f"--out_dir={out}", "--max_new_tokens=400"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert "Traceback" not in process.communicate()[1] and process.returncode == 141
 
 
 # ---- text, bit by bit

@@ -1,5 +1,6 @@
 """Kills, signals, time limits and full disks: what was saved stays, and the run can go on."""
 
+import errno
 import json
 import os
 import random
@@ -184,6 +185,34 @@ def test_a_full_disk_leaves_the_former_checkpoint_and_says_how_much_room_was_nee
     assert "iter 8: loss" in done.stdout and "It needs 0.1 MB" in done.stdout
     assert (tmp_path / "ckpt.pt").read_bytes() == before
     assert not [p.name for p in tmp_path.iterdir() if "tmp" in p.name or "part" in p.name]
+
+
+def test_a_best_found_where_a_signal_had_saved_already_is_saved_as_the_best(data, tmp_path, monkeypatch):
+    losses, wanted = iter([4.0, 2.0, 3.0, 3.0]), checkpoint.OutDir.log  # at 0, 4, 8 and 12
+    monkeypatch.setattr(train, "evaluate", lambda *args: dict.fromkeys(("train", "val"), next(losses)))
+    with monkeypatch.context() as patch:
+        stop = lambda metric: metric.get("iter") == 3 and os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
+        patch.setattr(checkpoint.OutDir, "log", lambda self, metric: wanted(self, metric) or stop(metric))
+        done = here(train.main, *flags(data, tmp_path))
+    assert done.returncode == 128 + signal.SIGTERM and "stopped after 4 updates" in done.stdout
+    assert here(train.main, "--init_from=resume", f"--out_dir={tmp_path}").returncode == 0
+    best, latest = (checkpoint.load(str(tmp_path / name)) for name in ("best.pt", "ckpt.pt"))
+    assert (best["iter_num"], best["best_val_loss"], latest["best_val_loss"]) == (4, 2.0, 2.0)
+
+
+def test_a_best_that_could_not_be_saved_does_not_keep_later_ones_from_being_the_best(data, tmp_path, monkeypatch):
+    save, losses = torch.save, iter([4.0, 3.0, 2.0, 2.5, 2.6])  # at 0, 4, 8, 12 and 16
+
+    def failing(state, file):
+        if state["iter_num"] == 8:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(state, file)
+
+    monkeypatch.setattr(torch, "save", failing)
+    monkeypatch.setattr(train, "evaluate", lambda *args: dict.fromkeys(("train", "val"), next(losses)))
+    assert here(train.main, *flags(data, tmp_path, "--max_iters=16")).returncode == 0
+    best, latest = (checkpoint.load(str(tmp_path / name)) for name in ("best.pt", "ckpt.pt"))
+    assert (best["iter_num"], best["best_val_loss"], latest["best_val_loss"]) == (12, 2.5, 2.5)
 
 
 def test_keep_checkpoints_keeps_the_last_ones_under_their_own_names(data, tmp_path):

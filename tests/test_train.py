@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from guard import Guard
 from model import GPT
 from optimizer import make_optimizer
 from runtime import Runtime
-from train import TrainConfig, evaluate, learning_rate_at, train_step
+from train import TrainConfig, evaluate, learning_rate_at, micro_batches_at, train_step
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +82,34 @@ def test_without_decay_the_rate_is_constant():
     assert {schedule(step, decay_lr=False) for step in range(200)} == {1.0}
 
 
+def test_the_batch_grows_from_a_quarter_over_half_to_all_of_it():
+    cfg = TrainConfig(gradient_accumulation_steps=8, batch_warmup_iters=4)
+    assert [micro_batches_at(step, cfg) for step in range(6)] == [2, 2, 4, 4, 8, 8]
+    assert micro_batches_at(0, TrainConfig(gradient_accumulation_steps=5)) == 5
+
+
+def test_a_run_whose_batch_grows_deals_every_block_once_and_resumes_to_the_last_bit(data, tmp_path):
+    recipe = ("--gradient_accumulation_steps=4", "--batch_warmup_iters=4", "--max_iters=6", "--lr_decay_iters=6")
+    dealt = []
+    with pytest.MonkeyPatch.context() as patch:
+        batch = Dataset.batch
+        patch.setattr(Dataset, "batch", lambda self, split, i: dealt.append(i) or batch(self, split, i))
+        assert here(train.main, *flags(data, tmp_path / "whole", *recipe)).returncode == 0
+    assert dealt == list(range(1 + 1 + 2 + 2 + 4 + 4))
+    for stop in (1, 3):
+        more = flags(data, tmp_path / "out", *recipe) if stop == 1 else ["--init_from=resume"]
+        assert here(train.main, *more, f"--out_dir={tmp_path / 'out'}", f"--max_iters={stop}").returncode == 0
+    assert here(train.main, "--init_from=resume", f"--out_dir={tmp_path / 'out'}", "--max_iters=6").returncode == 0
+    assert same(weights(tmp_path / "out"), weights(tmp_path / "whole"))
+
+
+def test_a_batch_that_cannot_be_quartered_among_the_ranks_is_refused(data):
+    _, _, _, _, rt = pieces(data)
+    rt.world_size = 2
+    with pytest.raises(UserError, match="=12 .* in quarters, .* nearest that works is 16"):
+        rt.check_accumulation(12, parts=4)
+
+
 # ---- one step
 
 
@@ -90,7 +119,8 @@ def test_accumulated_micro_batches_give_the_loss_and_gradient_of_one_large_batch
     for accumulation, batch_size in ((4, 4), (1, 16)):
         more = (f"--gradient_accumulation_steps={accumulation}", f"--batch_size={batch_size}", "--dropout=0")
         model, optimizer, dataset, cfg, rt = pieces(data, *more, "--grad_clip=0")
-        loss, grad_norm = train_step(model, optimizer, Guard(0, "cpu"), dataset, 48 // batch_size, cfg, rt)
+        micro_batches = range(48 // batch_size, 48 // batch_size + accumulation)
+        loss, grad_norm = train_step(model, optimizer, Guard(0, "cpu"), dataset, micro_batches, cfg, rt)
         found.append((loss.item(), grad_norm.item(), model.state_dict()))
     (loss, norm, params), (loss_once, norm_once, params_once) = found
     assert loss == pytest.approx(loss_once, abs=1e-6) and norm == pytest.approx(norm_once, rel=1e-5)
@@ -106,7 +136,7 @@ def test_gradients_are_clipped_to_the_norm_and_the_norm_before_is_told(data, mon
         "step",
         lambda *a: norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])) or step(),
     )
-    _, grad_norm = train_step(model, optimizer, Guard(0, "cpu"), dataset, 0, cfg, rt)
+    _, grad_norm = train_step(model, optimizer, Guard(0, "cpu"), dataset, range(2), cfg, rt)
     assert norms[0].item() == pytest.approx(0.01, rel=1e-3) and grad_norm > 0.1
 
 
@@ -116,11 +146,11 @@ def test_dropout_is_a_function_of_seed_and_micro_batch_whatever_ran_before(data)
         model, optimizer, dataset, cfg, rt = pieces(data, "--dropout=0.5")
         if disturb:
             torch.rand(1000)
-        losses.append(train_step(model, optimizer, Guard(0, "cpu"), dataset, 5, cfg, rt)[0].item())
+        losses.append(train_step(model, optimizer, Guard(0, "cpu"), dataset, range(5, 7), cfg, rt)[0].item())
     assert losses[0] == losses[1]
     model, optimizer, dataset, cfg, rt = pieces(data, "--dropout=0.5")
     rt.seed += 1
-    assert train_step(model, optimizer, Guard(0, "cpu"), dataset, 5, cfg, rt)[0].item() != losses[0]
+    assert train_step(model, optimizer, Guard(0, "cpu"), dataset, range(5, 7), cfg, rt)[0].item() != losses[0]
 
 
 def test_decay_is_on_matrices_and_tables_only(data):
@@ -295,6 +325,20 @@ def test_what_cannot_work_ends_with_code_2_before_anything_is_written(data, tmp_
     done = here(train.main, *flags(data, tmp_path / "out", *more))
     assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) <= 2
     assert not (tmp_path / "out").exists()
+
+
+def test_paths_with_spaces_umlauts_and_equals_signs_from_another_folder_in_the_c_locale(data, tmp_path):
+    folder = tmp_path / "a = ü 中"
+    folder.mkdir()
+    shutil.copytree(data, folder / "däta set")
+    (folder / "my cönfig=1.py").write_text("# träin\nout_dir = 'öut = 1'\nmax_iters = 2\n", encoding="utf-8")
+    env = {**os.environ, "LC_ALL": "C"}
+    argv = [arg for arg in flags("däta set", "") if not arg.startswith(("--out_dir", "--max_iters"))]
+    done = run("train.py", "my cönfig=1.py", *argv, cwd=folder, env=env)
+    assert done.returncode == 0, done.stderr
+    assert (folder / "öut = 1" / "ckpt.pt").is_file()
+    done = run("train.py", "--init_from=resume", "--out_dir=öut = 1", "--max_iters=3", cwd=folder, env=env)
+    assert done.returncode == 0 and "iter 2: loss" in done.stdout, done.stderr
 
 
 def test_accumulation_that_the_ranks_cannot_share_names_both_and_the_nearest_that_works(data):

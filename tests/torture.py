@@ -71,6 +71,8 @@ def act(kind, process, out, rng):
 
 
 def main(rounds, seed):
+    for number in SIGNALS:  # in the background a shell has them ignored, and our children would inherit that
+        signal.signal(number, signal.SIG_DFL)
     rng = random.Random(seed)
     folder = Path(tempfile.mkdtemp())
     data, out = make_dataset(folder / "data"), folder / "out"
@@ -90,6 +92,7 @@ def main(rounds, seed):
                 act(kind, process, out, rng)
                 states = [checkpoint.load(str(out / name)) for name in ("ckpt.pt", "best.pt")]
                 assert states[0]["iter_num"] >= done, f"from {done} back to {states[0]['iter_num']}"
+                assert states[1]["best_val_loss"] <= states[0]["best_val_loss"], "best.pt isn't the best"
                 done = states[0]["iter_num"]
             except Exception as error:
                 lost += 1
