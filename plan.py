@@ -42,7 +42,7 @@ TIMED_SECONDS = 20  # about what timing may take
 CHINCHILLA = 20  # tokens a parameter at the least compute for a loss (Hoffmann et al. 2022, arXiv:2203.15556)
 GPT2_VOCABULARY = 50257
 PARTS = (
-    "weights", "average of them", "gradients", "optimizer moments", "gathered by fsdp", "activations",
+    "weights", "averaged weights", "gradients", "optimizer moments", "gathered by fsdp", "activations",
     "loss and backward",
 )  # fmt: skip
 
@@ -190,11 +190,11 @@ def memory(cfg, device_type="cpu", dtype=torch.float32, ranks=1, strategy="ddp",
     block, matrices = (sum(p.numel() for p in model.transformer.h[0].parameters() if p.dim() > d) for d in (0, 1))
     muon = matrices * cfg.n_layer if cfg.optimizer == "muon" else 0  # one moment instead of two
     weights, moments = 4 * total, 4 * (2 * total - muon)
-    average = weights if cfg.ema_decay else 0
+    averaged = weights if cfg.ema_decay else 0
     gradients = sum(heap(4 * p.numel(), device_type) for p in parameters)
     gathered = 0
     if strategy == "fsdp" and ranks > 1:
-        weights, average, moments = weights / ranks, average / ranks, moments / ranks
+        weights, averaged, moments = weights / ranks, averaged / ranks, moments / ranks
         if cfg.gradient_accumulation_steps == ranks:  # else they add up whole until the last micro-batch
             gradients /= ranks
         narrow = dtype != torch.float32
@@ -206,7 +206,7 @@ def memory(cfg, device_type="cpu", dtype=torch.float32, ranks=1, strategy="ddp",
     if cfg.gradient_accumulation_steps == ranks == 1:  # then gradients only come when activations go
         at_loss, after = (0, kept, top - kept), (gradients, 0, bottom - 4 * table)
     gradients, activations, rest = max(at_loss, after, in_step, key=sum)
-    return dict(zip(PARTS, (weights, average, gradients, moments, gathered, activations, rest), strict=True))
+    return dict(zip(PARTS, (weights, averaged, gradients, moments, gathered, activations, rest), strict=True))
 
 
 # ---- what would fit ----------------------------------------------------------------------------------------------
@@ -214,11 +214,12 @@ def memory(cfg, device_type="cpu", dtype=torch.float32, ranks=1, strategy="ddp",
 
 def remedy(cfg, hw, strategy, runtime):
     """Flags with which `cfg` fits, the least change first: the micro-batch, then what costs time, then the model."""
+
     counts = {}
 
     def fits(**changed):
         wanted = replace(cfg, **changed)
-        key = wanted.batch_size, "activation_checkpointing" in changed
+        key = wanted.batch_size, wanted.activation_checkpointing
         if key not in counts:
             counts[key] = [count(wanted, n_layer, hw.device_type, hw.dtype) for n_layer in (2, 3)]
         parts = memory(wanted, hw.device_type, hw.dtype, hw.ranks, changed.get("strategy", strategy), counts[key])
@@ -259,22 +260,28 @@ def report(cfg, data, rt, train_step):
     parameters = model.num_params()
     tokens = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
     flops = model.flops_per_token() * tokens
-    in_all = tokens * cfg.max_iters
+    iterations = (
+        cfg.max_iters - 5 * min(cfg.batch_warmup_iters, cfg.max_iters) // 8
+    )  # whole ones: the first are shorter
+    in_all = tokens * iterations
     parts = memory(cfg, hw.device_type, hw.dtype, hw.ranks, strategy)
     runtime = CUDA_RUNTIME if hw.device_type == "cuda" else rt.used_memory()
     needed = runtime + sum(parts.values())
     limit = f" of {hw.memory / 1e9:,.2f}" if hw.memory else ""
     saved = (
-        4 * parameters * (2 if cfg.ema_decay else 1)
-        + parts["optimizer moments"] * (hw.ranks if strategy == "fsdp" else 1)
-    ) / 1e9
+        (parts["weights"] + parts["averaged weights"] + parts["optimizer moments"])
+        / parts["weights"]
+        * 4
+        * parameters
+        / 1e9
+    )
     rt.print(f"data      {data}")
     rt.print(
         f"model     {parameters:,} parameters, {model.num_params(non_embedding=True):,} of them outside the tables"
     )
     rt.print(f"tokens    {tokens:,} an iteration, {in_all:,} in all: {in_all / parameters:,.1f} a parameter "
              f"(Chinchilla's optimum: {CHINCHILLA})")  # fmt: skip
-    rt.print(f"compute   {flops:.3g} FLOPs an iteration, {flops * cfg.max_iters:.3g} in all")
+    rt.print(f"compute   {flops:.3g} FLOPs an iteration, {flops * iterations:.3g} in all")
     rt.print(f"memory    of each of {hw.ranks} rank(s), {strategy}, {hw.name}, {str(hw.dtype).removeprefix('torch.')}:")
     for part, nbytes in {"runtime": runtime, **parts}.items():
         rt.print(f"          {nbytes / 1e9:8.2f} GB {part}")
@@ -286,7 +293,7 @@ def report(cfg, data, rt, train_step):
             " ".join(f"--{name}={value}" for name, value in flags.items()) + " would" if flags else "nothing here would"
         )
         raise UserError(f"it doesn't fit: {needed / 1e9:,.2f} GB a rank, {hw.memory / 1e9:,.2f} are there; {would}")
-    rt.print(f"time      {_hours_here(cfg, rt, train_step) if hw.here else _hours_there(cfg, hw, flops)}")
+    rt.print(f"time      {_hours_here(cfg, rt, train_step) if hw.here else _hours_there(hw, flops * iterations)}")
 
 
 def _data_size(data):
@@ -295,11 +302,11 @@ def _data_size(data):
     return f"{sum(path.stat().st_size for path in Path(data.folder).glob('*.bin')) / 1e9:.2f} GB of data"
 
 
-def _hours_there(cfg, hw, flops):
+def _hours_there(hw, flops):
     peak = peak_flops_of(hw.name)
     if not peak:
         return f"unknown: {hw.name} isn't in runtime.py's table of peaks"
-    hours = flops * cfg.max_iters / (hw.ranks * peak * MFU) / 3600
+    hours = flops / (hw.ranks * peak * MFU) / 3600
     return f"{hours:,.1f} hours, if the cards reach {MFU:.0%} of their {peak / 1e12:,.0f} TFLOP/s, without evaluations"
 
 
@@ -312,9 +319,9 @@ def _hours_here(cfg, rt, train_step):
 
     def seconds(**changed):
         timed = replace(cfg, **changed)
-        numbers = range(timed.gradient_accumulation_steps)
+        micro_batches = range(timed.gradient_accumulation_steps)
         began = time.perf_counter()
-        loss, _ = train_step(wrapped, optimizer, guard, RandomTokens(timed), numbers, timed, rt)
+        loss, _ = train_step(wrapped, optimizer, guard, RandomTokens(timed), micro_batches, timed, rt)
         loss.item()  # waits for the device
         return rt.mean(torch.tensor(time.perf_counter() - began)).item()  # so that all ranks decide alike
 
