@@ -2,7 +2,7 @@
 
     python train.py config/train_shakespeare_char.py --batch_size=32
     torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
-    torchrun --nnodes=2 --node_rank=0 --master_addr=10.0.0.1 --nproc_per_node=8 train.py config/train_gpt2.py
+    torchrun --nnodes=2 --node_rank=0 --master_addr=10.0.0.1 --nproc_per_node=4 train.py config/train_gpt2.py
     python train.py --init_from=resume --out_dir=out        # goes on, with the config it was started with
 
 This file is the recipe, top to bottom: options, schedule, step, evaluation, loop. Ranks and devices are runtime.py's,
