@@ -1,9 +1,12 @@
 """Ranks meet, compare what they are, and measure what is between them."""
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
+import time
 
 import pytest
 import torch
@@ -32,10 +35,11 @@ def on_ranks(*bodies, **environment):
         "WORLD_SIZE": len(bodies), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "LOCAL_RANK": 0,
         **environment,
     }  # fmt: skip
-    pipes = []
+    pipes, children = [], []
     for rank, body in enumerate(bodies):
         reader, writer = os.pipe()
-        if os.fork() == 0:
+        child = os.fork()
+        if child == 0:
             try:
                 os.environ.update({name: str(value) for name, value in {**environment, "RANK": rank}.items()})
                 os.write(writer, json.dumps(body()).encode())
@@ -45,13 +49,32 @@ def on_ranks(*bodies, **environment):
                 os._exit(0)
         os.close(writer)
         pipes.append(reader)
+        children.append(child)
     answers = []
     for reader in pipes:
         with os.fdopen(reader, encoding="utf-8") as file:
             answers.append(json.loads(file.read()))
-    for _ in bodies:
-        os.wait()
+    for child in children:
+        os.waitpid(child, 0)
     return answers
+
+
+@contextlib.contextmanager
+def agents_store():
+    """A store as torchrun's agent has one, in a process of its own → what `on_ranks` needs to find it.
+
+    Not in this process: its thread may hold a lock of libc's just when a rank is forked, and that rank waits forever.
+    """
+    port = free_port()
+    if not (child := os.fork()):
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        time.sleep(1000)
+        del store
+    try:
+        yield {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def command(*argv, change=lambda: None, **environment):
@@ -129,8 +152,6 @@ def test_data_that_no_rank_has_and_a_device_that_one_lacks_are_named(tmp_path, d
 
 def test_attempts_do_not_meet_each_other_whatever_torchrun_counts():
     """One store for two attempts, as under torchrun; in the second, the two agents' restart counts differ."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    place = {"MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
 
     def body(restarts):
         def sum_of_ones():
@@ -140,14 +161,14 @@ def test_attempts_do_not_meet_each_other_whatever_torchrun_counts():
 
         return sum_of_ones
 
-    assert on_ranks(body("0"), body("0"), body("0"), **place) == [3, 3, 3]
-    assert on_ranks(body("1"), body("0"), **place) == [2, 2]
+    with agents_store() as place:
+        assert on_ranks(body("0"), body("0"), body("0"), **place) == [3, 3, 3]
+        assert on_ranks(body("1"), body("0"), **place) == [2, 2]
 
 
 def test_a_rank_that_does_not_come_is_named():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    place = {"MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True, "WORLD_SIZE": 3}
-    answers = on_ranks(lambda: runtime.meet({}, 0.03), **place)
+    with agents_store() as place:
+        answers = on_ranks(lambda: runtime.meet({}, 0.03), **place, WORLD_SIZE=3)
     assert answers == ["UserError: ranks 1, 2 didn't come within --timeout=0.03 minutes"]
 
 
