@@ -45,7 +45,7 @@ PROMPT = 32  # tokens, of a generation
 class BenchConfig(RuntimeConfig):
     train: str = "auto"  # shapes, comma-separated: tiny, small, medium, gpt2, also as gpt2:8 for batch 8; or none
     generate: str = "auto"  # the same for generation, with a batch for each
-    new_tokens: int = 32  # generated after a prompt of 32 (less in a short context)
+    new_tokens: int = 32  # generated after a prompt of 32; both less in a short context
     quantize: Literal["none", "int8"] = "none"  # of generation, as in sample.py
     compare: Literal["none", "transformers"] = "none"  # the same beside transformers' GPT2LMHeadModel, turn by turn
     repeats: int = 5  # of each row, after a warm-up
@@ -238,9 +238,9 @@ def generate_row(title, shape, cfg, rt):
     rt.reset_peak_memory()
     model = GPT(model_config)
     theirs = twin(model, 0.0) if cfg.compare == "transformers" else None
-    prompt = torch.randint(
-        model_config.vocab_size, (shape["batch_size"], min(PROMPT, model_config.block_size // 2)), device=rt.device
-    )
+    T = model_config.block_size
+    prompt = torch.randint(model_config.vocab_size, (shape["batch_size"], min(PROMPT, T // 2)), device=rt.device)
+    cfg = replace(cfg, new_tokens=min(cfg.new_tokens, T - prompt.size(1)))  # transformers can't go past its context
     weights = model.num_params() - model.transformer.wpe.weight.numel()
     read = weights * (1 if cfg.quantize == "int8" else rt.dtype.itemsize) * cfg.new_tokens
     runs = {"ours": generation(model, prompt, cfg, rt)}
