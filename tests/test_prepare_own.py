@@ -474,7 +474,8 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
         write_parquet(folder / "c.parquet", [f"{i} {text}" for i in range(times) for text in texts], rows=10**6)
     code = f"""
 import pathlib, re, resource
-import prepare
+import dataset, prepare
+dataset.BATCH = 2**16  # what waits for a worker, more of it on a busy machine, is to be small beside what is measured
 status = pathlib.Path("/proc/self/status")  # Linux; its ru_maxrss starts with the parent's
 for folder in ("{tmp_path}/4", "{tmp_path}/4", "{tmp_path}/20"):  # the first warms up
     options = "--tokenizer=bytes --val_fraction=0.5 --workers=2 --overwrite=1".split()
