@@ -25,6 +25,7 @@ from guard import Guard
 from inference import ready
 from model import GPT
 from optimizer import make_optimizer
+from plan import RandomTokens
 from runtime import Runtime, RuntimeConfig, is_out_of_memory
 from train import TrainConfig, train_step
 
@@ -74,17 +75,6 @@ def rows_of(wanted, default):
     return rows
 
 
-class RandomTokens:
-    """As much of a Dataset as train_step needs: a batch of random ids is a function of its index."""
-
-    def __init__(self, cfg):
-        self.shape, self.vocab_size = (cfg.batch_size, cfg.block_size + 1), cfg.vocab_size
-
-    def batch(self, split, index):
-        ids = torch.randint(self.vocab_size, self.shape, generator=torch.Generator().manual_seed(index))
-        return ids[:, :-1], ids[:, 1:]
-
-
 # ---- what is timed -----------------------------------------------------------------------------------------------
 
 
@@ -92,7 +82,7 @@ def training(cfg, rt):
     """(model, step): a function that makes the next update of train.py's and waits for it."""
     model = GPT(cfg.model_config())
     wrapped, data, guard = rt.wrap(model), RandomTokens(cfg), Guard(0, rt.device)
-    optimizer = make_optimizer(model, cfg, rt.dtype if rt.dtype == torch.bfloat16 else torch.float32)
+    optimizer = make_optimizer(model, cfg, rt.dtype)
     numbers = iter(range(10**9))
 
     def step():
@@ -190,9 +180,9 @@ def limits(rt):
 
 
 def measure(runs, limit, cfg, rt, title):
-    """The functions in `runs` beside one of `limits` → ({name: seconds}, the limit's rate), medians.
+    """The functions in `runs` beside one of `limits` → (seconds of ours, the limit's rate, ratio of ours to theirs).
 
-    The last entry is the pair's ratio, ours to theirs, if there is a pair.
+    All are medians; the ratio is that of pairs, None without a pair.
     """
     work, exhaust = limit
     exhaust()

@@ -28,7 +28,7 @@ from configurator import UserError
 from fetch import write_whole
 from model import GPT, PRETRAINED, GPTConfig
 from optimizer import load_state
-from runtime import shard_like
+from runtime import first_line, shard_like
 
 LATEST, BEST, METRICS = "ckpt.pt", "best.pt", "metrics.jsonl"
 SHARDS = r"shards-\d+(\.\d+)?"  # names of folders
@@ -109,8 +109,8 @@ class OutDir:
             if shards:
                 name = f"shards-{state['iter_num']:08d}"
                 names = itertools.chain([name], (f"{name}.{n}" for n in itertools.count(1)))
-                name = {"shards": next(n for n in names if not os.path.exists(self._file(n)))}
-                state, best = {**state, **name}, best and {**best, **name}
+                where = {"shards": next(n for n in names if not os.path.exists(self._file(n)))}
+                state, best = {**state, **where}, best and {**best, **where}
             _write(state, temporary)
             if best and not alike:
                 _write(best, other)
@@ -134,7 +134,7 @@ class OutDir:
             free = shutil.disk_usage(self.path).free if os.path.isdir(self.path) else 0
             needed = _nbytes(state) + (0 if alike else _nbytes(best))
             raise SaveError(
-                f"{latest} was not saved, the former one stays: {_first_line(error)}. "
+                f"{latest} was not saved, the former one stays: {first_line(error)}. "
                 f"It needs {needed / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free"
             ) from error
         return latest
@@ -303,7 +303,7 @@ def load(path):
     except pickle.UnpicklingError:  # torch's text would advise to trust the file
         raise UserError(f"{path} can't be read as a checkpoint: it holds more than tensors and plain types") from None
     except Exception as error:  # a torn or foreign file fails in zipfile, pickle, torch or the operating system
-        raise UserError(f"{path} can't be read as a checkpoint: {_first_line(error)}") from None
+        raise UserError(f"{path} can't be read as a checkpoint: {first_line(error)}") from None
     for key in ("model", "model_args"):
         if not isinstance(state, dict) or not isinstance(state.get(key), dict):
             raise UserError(f"{path} is no checkpoint of a GPT: it has no '{key}'")
@@ -319,7 +319,7 @@ def load(path):
         try:
             state = sharded.fill(state, folder)
         except Exception as error:  # as above
-            raise UserError(f"{path} needs {folder}, which can't be read: {_first_line(error)}") from None
+            raise UserError(f"{path} needs {folder}, which can't be read: {first_line(error)}") from None
         if "weights" in state:  # best.pt of an averaged run
             state["model"] = state[state.pop("weights")]
         state["model"]["lm_head.weight"] = state["model"].get("transformer.wte.weight")
@@ -393,7 +393,7 @@ def pretrained(source, **changed):
             model = GPT.from_pretrained(source, **changed)
         except (ValueError, OSError) as error:
             hint = "; is the hub reachable? A local folder works too" if source in PRETRAINED else ""
-            raise UserError(f"--init_from={source}: {_first_line(error)}{hint}") from None
+            raise UserError(f"--init_from={source}: {first_line(error)}{hint}") from None
         return model, {"type": "gpt2"} if model.config.vocab_size == 50257 else None, source
     candidates = [os.path.join(source, name) for name in (BEST, LATEST)] if os.path.isdir(source) else [source]
     path = next((p for p in candidates if os.path.isfile(p)), None)
@@ -405,10 +405,6 @@ def pretrained(source, **changed):
     state = load(path)
     origin = f"{path} (iteration {state.get('iter_num', '?')}, val loss {float(state.get('best_val_loss', 'nan')):.4f})"
     return model_of(state, path, **changed), state.get("tokenizer"), origin
-
-
-def _first_line(error):
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @configurator.command

@@ -15,11 +15,12 @@ ROUNDS = 5
 MOMENTUM = 0.95
 
 
-def make_optimizer(model, cfg, product_dtype=torch.float32):
+def make_optimizer(model, cfg, dtype=torch.float32):
     """cfg.optimizer for a GPT. Weight decay is on matrices and tables only: a gain or bias has nothing to overfit with.
 
     AdamW has two groups, the decayed first, each in the order of parameters(): nanoGPT's layout, so its states load.
-    Muon takes the blocks' matrices and leaves tables, gains and biases to AdamW at the same rate.
+    Muon takes the blocks' matrices and leaves tables, gains and biases to AdamW at the same rate. It multiplies in
+    `dtype`, that of the run's products, but never in float16, whose range is too narrow.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     matrices = {name: p for name, p in named.items() if p.dim() >= 2}
@@ -41,7 +42,7 @@ def make_optimizer(model, cfg, product_dtype=torch.float32):
             {"params": tables},
             vectors,
         ],
-        product_dtype,
+        torch.float32 if dtype == torch.float16 else dtype,
         **options,
     )
 

@@ -60,13 +60,14 @@ class NoData:
 
 
 class RandomTokens:
-    """Batches for timing: a step takes as long on any tokens."""
+    """As much of a Dataset as train_step needs: a batch of random ids is a function of its index."""
 
     def __init__(self, cfg):
-        self.cfg = cfg
+        self.shape, self.vocab_size = (cfg.batch_size, cfg.block_size + 1), cfg.vocab_size
 
     def batch(self, split, index):
-        return torch.randint(self.cfg.vocab_size, (2, self.cfg.batch_size, self.cfg.block_size))
+        ids = torch.randint(self.vocab_size, self.shape, generator=torch.Generator().manual_seed(index))
+        return ids[:, :-1], ids[:, 1:]
 
 
 @dataclass
@@ -150,7 +151,7 @@ def count(cfg, n_layer, device_type, dtype):
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         for p in model.parameters():
             p.grad = torch.zeros_like(p)  # as from the second micro-batch on
-        optimizer = make_optimizer(model, cfg, dtype if dtype == torch.bfloat16 else torch.float32)
+        optimizer = make_optimizer(model, cfg, dtype)
         live, marks = Live([t for p in model.parameters() for t in (p, p.grad)], device_type), []
 
         def mark(*_):
@@ -314,7 +315,7 @@ def _hours_here(cfg, rt, train_step):
     """Time a few steps, on random tokens, with fewer micro-batches where an iteration has many."""
     model = GPT(cfg.model_config())
     wrapped = rt.wrap(model)
-    optimizer = make_optimizer(model, cfg, rt.dtype if rt.dtype == torch.bfloat16 else torch.float32)
+    optimizer = make_optimizer(model, cfg, rt.dtype)
     guard, per_rank = Guard(cfg.spike_zscore, rt.device), cfg.gradient_accumulation_steps // rt.world_size
 
     def seconds(**changed):

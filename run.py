@@ -122,11 +122,11 @@ class Run:
 
         A full disk ends the run only where it ends anyway.
         """
-        if not self.rt.all_finite(self.model.state_dict().values()):
-            self._give_up("a weight is no longer finite")
         self._settle()
         now, cfg, average = self.now, self.cfg, self.average
         state = checkpoint.capture(now, self.model, self.optimizer, self.rt.scaler, average, cfg, self.tokenizer)
+        if not self.rt.all_finite(state["model"].values()):
+            self._give_up("a weight is no longer finite")
         best = state if best == "val" else {**state, "model": state["average"]} if best else None
         self.under_way = now.iter_num, former_best, self.save(state, best, cfg.out_dir, self.out, self.rt)
         # A run's first save sets files of a former run aside, metrics too, and no line must be logged meanwhile.

@@ -288,7 +288,7 @@ class Runtime:
         return (
             f"rank {self.rank} of {self.world_size} lost another one: it is gone, or didn't answer within "
             f"--timeout={self.timeout:g} minutes, in {where.name} ({os.path.basename(where.filename)}:{where.lineno}): "
-            f"{_first_line(error)}"
+            f"{first_line(error)}"
         )
 
     def close(self):
@@ -318,18 +318,13 @@ class Runtime:
             return torch.cuda.max_memory_reserved() if most else torch.cuda.memory_reserved()
         if self.device.type == "mps":
             return torch.mps.driver_allocated_memory()
-        try:
-            field = "VmHWM" if most else "VmRSS"
-            return int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-        except (OSError, TypeError):  # not Linux
-            return USUAL_PROCESS
+        return _process_bytes("VmHWM" if most else "VmRSS") or USUAL_PROCESS
 
     def peak_memory(self):
         """Bytes at the peak since `reset_peak_memory`: of tensors on CUDA, else of the process; None if unknown."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        with suppress(OSError), open("/proc/self/status") as file:  # Linux alone has it
-            return next((int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM")), None)
+        return _process_bytes("VmHWM")
 
     def reset_peak_memory(self):
         """Begin a new peak, from what is in use now."""
@@ -348,7 +343,7 @@ class Runtime:
                 warnings.simplefilter("ignore")
                 torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=self.device))
         except Exception as error:  # a missing compiler, Triton or driver each raises an exception of its own
-            self.print(f"torch.compile doesn't work here, training eagerly: {_first_line(error)}")
+            self.print(f"torch.compile doesn't work here, training eagerly: {first_line(error)}")
             return False
         return True
 
@@ -370,6 +365,14 @@ def shard_like(tensor, p):
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(tensor.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
+
+
+def _process_bytes(field):
+    """VmRSS, what this process has in memory, or VmHWM, the most it had; None where there is no Linux to tell."""
+    try:
+        return int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+    except (OSError, TypeError):
+        return None
 
 
 def _free_memory():
@@ -414,7 +417,7 @@ def meet(facts, minutes):
             own = dist.PrefixStore(attempt, store)
             complaint = _greet(store, own, attempt, facts, world_size, minutes)
     except dist.DistError as error:
-        raise UserError(f"the ranks didn't meet within --timeout={minutes} minutes: {_first_line(error)}") from None
+        raise UserError(f"the ranks didn't meet within --timeout={minutes} minutes: {first_line(error)}") from None
     if complaint:
         raise UserError(complaint)
     return own
@@ -460,7 +463,8 @@ def _ranks(ranks):
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
 
 
-def _first_line(error):
+def first_line(error):
+    """What an exception says, or at least its type, without the lines below the first."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

@@ -275,7 +275,7 @@ def main(argv):
 def train(cfg, model, data, state, out, rt):
     """From the state of a checkpoint, or from {}, to max_iters updates; `out` is the main rank's OutDir."""
     wrapped = rt.wrap(model)
-    optimizer = make_optimizer(model, cfg, rt.dtype if rt.dtype == torch.bfloat16 else torch.float32)
+    optimizer = make_optimizer(model, cfg, rt.dtype)
     run = Run(cfg, model, optimizer, data.tokenizer, state, out, rt)
     tokens_per_iter = cfg.gradient_accumulation_steps * cfg.batch_size * cfg.block_size
     rt.print(f"{model.num_params():,} parameters on {rt}; {data}; {tokens_per_iter:,} tokens an iteration")
