@@ -77,11 +77,16 @@ def test_a_world_that_shrinks_goes_on_alone_with_the_losses_of_an_undisturbed_ru
     command = [
         "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc_per_node=1", "--max-restarts=3", "--rdzv_id=test",
         "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1",
-        "--rdzv_conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5",
-        ROOT / "train.py", *flags(data, tmp_path / "out", *recipe),
     ]  # fmt: skip
+    training = [ROOT / "train.py", *flags(data, tmp_path / "out", *recipe)]
     how = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # docs/cluster.md says why
-    agents = [python(*command, **how) for _ in range(2)]  # the older one gets rank 0
+
+    def machine(is_host):
+        # On one host both would take the rendezvous for theirs, and the one that dies might get it.
+        patience = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5"
+        return python(*command, f"--rdzv_conf={patience},is_host={is_host}", *training, **how)
+
+    agents = [machine(is_host=True), machine(is_host=False)]  # the older one gets rank 0
     try:
         assert here(train.main, *flags(data, tmp_path / "alone", *recipe)).returncode == 0
         while "2 ranks" not in wait_for(agents[0], "parameters on"):
