@@ -5,12 +5,13 @@
     python bench.py --device=cuda --profile=True
 
 A training row is train.py's train_step, a generation row sample.py's way to generate. Every figure is a median; what is
-compared takes turns in one process, as a machine's speed drifts more between two runs than most changes gain.
+compared takes turns in one run, as a machine's speed drifts more between two runs than most changes gain.
 
 B batch, T time (block_size), V vocabulary.
 """
 
 import gc
+import multiprocessing
 import platform
 import time
 from dataclasses import dataclass, replace
@@ -48,7 +49,7 @@ class BenchConfig(RuntimeConfig):
     generate: str = "auto"  # the same for generation, with a batch for each
     new_tokens: int = 32  # generated after a prompt of 32; both less in a short context
     quantize: Literal["none", "int8"] = "none"  # of generation, as in sample.py
-    compare: Literal["none", "transformers"] = "none"  # the same beside transformers' GPT2LMHeadModel, turn by turn
+    compare: Literal["none", "transformers", "autocast"] = "none"  # transformers too, in float32 or under autocast
     repeats: int = 5  # of each row, after a warm-up
     seconds: float = 60.0  # after which a row ends, once it was timed three times
     profile: bool = False  # also write a trace of each row, for chrome://tracing
@@ -92,15 +93,16 @@ def training(cfg, rt):
     return model, step
 
 
-def training_of_transformers(model, cfg, rt):
-    """The same update of a GPT2LMHeadModel in float32, as its users write it."""
-    theirs, data = twin(model, cfg.dropout).train().to(rt.device), RandomTokens(cfg)
+def training_of_transformers(cfg, device, dtype):
+    """The same update of a GPT2LMHeadModel as its users write it, with products in `dtype`."""
+    theirs, data = twin(GPT(cfg.model_config()), cfg.dropout).train().to(device), RandomTokens(cfg)
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=cfg.learning_rate, fused=True)
     count = iter(range(10**9))
 
     def step():
-        x, _ = rt.to_device(*data.batch("train", next(count)))
-        loss = theirs(x, labels=x).loss  # shifted in there
+        x = data.batch("train", next(count))[0].to(device)
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+            loss = theirs(x, labels=x).loss  # shifted in there
         loss.backward()
         torch.nn.utils.clip_grad_norm_(theirs.parameters(), cfg.grad_clip)
         optimizer.step()
@@ -121,19 +123,22 @@ def generation(model, prompt, cfg, rt):
     return run
 
 
-def generation_of_transformers(theirs, prompt, cfg, rt):
-    """The same by transformers' generate, in the same dtype."""
-    theirs.eval().to(rt.device, rt.dtype).generation_config.eos_token_id = None  # or some would end early
-    options = dict(do_sample=True, temperature=0.8, top_k=200, max_new_tokens=cfg.new_tokens, pad_token_id=0)
+def generation_of_transformers(model_config, prompt, new_tokens, device, dtype):
+    """The same by transformers' generate, its weights in `dtype`."""
+    theirs = twin(GPT(model_config), 0.0).eval().to(device, dtype)
+    theirs.generation_config.eos_token_id = None  # or some would end early
+    options = dict(do_sample=True, temperature=0.8, top_k=200, max_new_tokens=new_tokens, pad_token_id=0)
+    prompt = prompt.to(device)
     return lambda: theirs.generate(prompt, attention_mask=torch.ones_like(prompt), **options).tolist()
 
 
 def twin(model, dropout):
     """transformers' GPT-2 with the weights of ours, on the CPU in float32."""
     try:
-        from transformers import GPT2Config, GPT2LMHeadModel
+        from transformers import GPT2Config, GPT2LMHeadModel, logging
     except ImportError:
-        raise UserError("--compare=transformers needs transformers: pip install -r requirements-dev.txt") from None
+        raise UserError("--compare needs transformers: pip install -r requirements-dev.txt") from None
+    logging.set_verbosity_error()
     c = model.config
     theirs = GPT2LMHeadModel(
         GPT2Config(
@@ -145,6 +150,41 @@ def twin(model, dropout):
     weights = {name: w.t() if name.endswith(matrices) else w for name, w in model.state_dict().items()}
     theirs.load_state_dict({name: w.detach().clone() for name, w in weights.items()})
     return theirs
+
+
+class Elsewhere:
+    """A function that another process makes, as make(*args), and calls: neither has the other's memory or settings."""
+
+    def __init__(self, make, *args):
+        spawn = multiprocessing.get_context("spawn")
+        self.pipe, theirs = spawn.Pipe()
+        self.process = spawn.Process(target=_serve, args=(theirs, make, args), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def __call__(self):
+        self.pipe.send(True)
+        try:
+            answer = self.pipe.recv()
+        except EOFError:  # killed, perhaps for want of memory
+            raise UserError("the process with transformers is gone") from None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def close(self):
+        self.process.terminate()
+        self.process.join()
+
+
+def _serve(pipe, make, args):
+    run = None
+    while pipe.recv():
+        try:
+            run = run or make(*args)
+            pipe.send(run())
+        except Exception as error:
+            pipe.send(error)
 
 
 # ---- the clock ---------------------------------------------------------------------------------------------------
@@ -169,12 +209,12 @@ def timed(runs, cfg):
 
 def limits(rt):
     """{"FLOP/s", "bytes/s"}: functions that use this device's matrix units, and its memory, as far as they go."""
-    n = 8192 if rt.device.type == "cuda" else 1024
+    n = 8192 if rt.device.type == "cuda" else 2048
     square = torch.randn(n, n, device=rt.device).to(rt.dtype)
     table = torch.randn(1024, 2**16, device=rt.device)  # 256 MB, more than any cache holds
     row = torch.randn(1, 1024, device=rt.device)
     return {
-        "FLOP/s": (2 * n**3, lambda: (square @ square)[0, 0].item()),
+        "FLOP/s": (8 * n**3, lambda: [square @ square for _ in range(4)][0][0, 0].item()),
         "bytes/s": (4 * table.numel(), lambda: (row @ table)[0, 0].item()),
     }
 
@@ -187,6 +227,8 @@ def measure(runs, limit, cfg, rt, title):
     work, exhaust = limit
     exhaust()
     times = timed({**runs, "limit": exhaust}, cfg)
+    if "theirs" in runs:
+        runs["theirs"].close()
     if cfg.profile:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if rt.device.type == "cuda":
@@ -212,9 +254,10 @@ def train_row(title, shape, cfg, rt, compare):
     model, step = training(cfg, rt)
     step(), step()  # compiles, and allocates the moments
     peak, runs = rt.peak_memory(), {"ours": step}
-    if compare.compare == "transformers":
-        runs["theirs"] = training_of_transformers(model, cfg, rt)
-        runs["theirs"]()
+    if compare.compare != "none":
+        dtype = rt.dtype if compare.compare == "autocast" else torch.float32
+        runs["theirs"] = Elsewhere(training_of_transformers, cfg, rt.device, dtype)
+        runs["theirs"](), runs["theirs"]()
     seconds, rate, ratio = measure(runs, limits(rt)["FLOP/s"], compare, rt, f"train-{title}")
     tokens = cfg.batch_size * cfg.block_size / seconds
     flops = model.flops_per_token() * tokens
@@ -227,7 +270,6 @@ def generate_row(title, shape, cfg, rt):
     model_config = replace(TrainConfig(), **{**shape, "dropout": 0.0}).model_config()
     rt.reset_peak_memory()
     model = GPT(model_config)
-    theirs = twin(model, 0.0) if cfg.compare == "transformers" else None
     T = model_config.block_size
     prompt = torch.randint(model_config.vocab_size, (shape["batch_size"], min(PROMPT, T // 2)), device=rt.device)
     cfg = replace(cfg, new_tokens=min(cfg.new_tokens, T - prompt.size(1)))  # transformers can't go past its context
@@ -235,9 +277,10 @@ def generate_row(title, shape, cfg, rt):
     read = weights * (1 if cfg.quantize == "int8" else rt.dtype.itemsize) * cfg.new_tokens
     runs = {"ours": generation(model, prompt, cfg, rt)}
     runs["ours"]()
-    peak = rt.peak_memory() if theirs is None else None  # theirs lies in the same memory
-    if theirs is not None:
-        runs["theirs"] = generation_of_transformers(theirs, prompt, cfg, rt)
+    peak = rt.peak_memory()
+    if cfg.compare != "none":
+        where = rt.device, rt.dtype
+        runs["theirs"] = Elsewhere(generation_of_transformers, model_config, prompt, cfg.new_tokens, *where)
         runs["theirs"]()
     seconds, rate, ratio = measure(runs, limits(rt)["bytes/s"], cfg, rt, f"generate-{title}")
     per_token = seconds / cfg.new_tokens

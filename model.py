@@ -65,6 +65,8 @@ class KVCache:
 
 
 class CausalSelfAttention(nn.Module):
+    attend = staticmethod(F.scaled_dot_product_attention)  # in training on a CPU cpu.py's
+
     def __init__(self, config, layer):
         super().__init__()
         self.layer, self.n_head, self.dropout = layer, config.n_head, config.dropout
@@ -80,7 +82,7 @@ class CausalSelfAttention(nn.Module):
             k, v = cache.append(self.layer, k, v)
         # Causal also with a cache: then x is either the whole prompt or one token, which sees everything before it.
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
+        y = self.attend(q, k, v, dropout_p=dropout, is_causal=T > 1)
         y = y.transpose(1, 2).reshape(B, T, C)  # heads side by side again
         return self.resid_dropout(self.c_proj(y))
 
@@ -310,20 +312,22 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         rows = max(256, -(-len(x) // 8))  # fewer would starve the matrix product
+        # A CPU goes on in pieces that stay in its cache: memory that it touches anew costs as much as the arithmetic.
+        at_once, columns = (32, 4096) if device == "cpu" else (rows, weight.size(0))
         w, total, grad_x, grad_w = weight.to(dtype), 0.0, [], torch.zeros_like(weight) if needs_grad else None
         for xs, ts in zip(x.to(dtype).split(rows), targets.split(rows), strict=True):
             logits = F.linear(xs, w)  # (rows, V)
-            logp = F.log_softmax(logits, dim=-1, dtype=torch.promote_types(dtype, torch.float32))
-            total = total + F.nll_loss(logp, ts, ignore_index=-1, reduction="sum")
+            for some, target in zip(logits.split(at_once), ts.split(at_once), strict=True):
+                logp = F.log_softmax(some, dim=-1, dtype=torch.promote_types(dtype, torch.float32))
+                total = total + F.nll_loss(logp, target, ignore_index=-1, reduction="sum")
+                if needs_grad:
+                    grad, index = logp.exp_(), target.clamp_min(0)[:, None]
+                    grad.scatter_(1, index, grad.gather(1, index) - 1)
+                    some.copy_(grad * (target != -1)[:, None])  # the logits have served
             if needs_grad:
-                grad, target = logp.exp_(), ts.clamp_min(0)[:, None]
-                grad.scatter_(1, target, grad.gather(1, target) - 1)
-                grad, counts = grad.to(dtype), (ts != -1)[:, None]
-                grad_x.append((grad @ w) * counts)
-                if grad_w.dtype == dtype:
-                    grad_w.addmm_(grad.T, xs * counts)
-                else:  # summed in the weight's own precision
-                    grad_w += grad.T @ (xs * counts)
+                grad_x.append(logits @ w)
+                for part, grad in zip(grad_w.split(columns), logits.split(columns, dim=1), strict=True):
+                    part += grad.T @ xs  # summed in the weight's own precision
         if needs_grad:
             ctx.save_for_backward(torch.cat(grad_x).to(x.dtype), grad_w)
         return total

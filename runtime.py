@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+import cpu
 from configurator import UserError
 
 # Dense bf16 (fp16 before Ampere) tensor-core peaks in FLOP/s, without sparsity, from NVIDIA's data sheets. The first
@@ -106,6 +107,8 @@ class Runtime:
         if self.dtype not in (torch.float32, _dtype("auto", self.device.type)):
             self.print(f"--dtype={cfg.dtype} isn't what this {self.device.type} is fastest in; --dtype=auto would be")
         self.seed, self.timeout = cfg.seed, cfg.timeout
+        if self.device.type == "cpu":
+            cpu.keep_memory()
         self.stopping = self.group_beside = None
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -148,6 +151,8 @@ class Runtime:
         if self.activation_checkpointing:
             for block in blocks:  # dropout's generator is set back for the second time, so it drops the same
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        if self.device.type == "cpu":
+            cpu.speed_up(model)
         self.compiles = self._compiles(self.compile)
         if self.compiles:
             # Inductor would number its random draws by graph; so that a whole model, its blocks alone and eager
