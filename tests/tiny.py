@@ -16,9 +16,10 @@ from tokenizer import CharTokenizer
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = "to be or not that is the question whether tis nobler in mind suffer slings and arrows of fortune".split()
 MODEL = ["--n_layer=2", "--n_head=2", "--n_embd=16", "--block_size=16", "--batch_size=4"]
-RECIPE = [
+RECIPE = [  # in float32, as equalities between ranks are
     "--device=cpu", "--dtype=float32", "--compile=False", "--gradient_accumulation_steps=2", "--max_iters=12",
-    "--eval_interval=4", "--eval_iters=2", "--log_interval=1", "--warmup_iters=2", "--learning_rate=1e-2", "--min_lr=1e-3", "--dropout=0.1",
+    "--eval_interval=4", "--eval_iters=2", "--log_interval=1", "--warmup_iters=2", "--learning_rate=1e-2",
+    "--min_lr=1e-3", "--dropout=0.1",
 ]  # fmt: skip
 
 
