@@ -7,6 +7,8 @@ that. A config file is plain Python that assigns options; it runs like any scrip
 with an underscore, modules, functions and classes in it are its own affair. Flags win over files, later over earlier.
 """
 
+import atexit
+import contextlib
 import dataclasses
 import difflib
 import errno
@@ -57,6 +59,33 @@ def command(main):
             if error.errno == errno.ENOSPC:
                 told(f"output can't be written: {error.strerror}")
             raise SystemExit(1 if error.errno == errno.ENOSPC else 141) from None
+
+    is_rank = main.__module__ == "__main__" and "LOCAL_RANK" in os.environ
+    return _without_finalization(run) if is_rank else run
+
+
+def _without_finalization(main):
+    """End the process after main as Python does, but for the finalization of the interpreter.
+
+    The threads of a gloo process group outlive it once there was a DistributedDataParallel, and one that frees the
+    last collective's tensor while Python finalizes aborts the process: one rank of a finished run in ten (torch 2.13,
+    https://github.com/pytorch/pytorch/issues/190489).
+    """
+
+    def run():
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            code = 1
+        atexit._run_exitfuncs()  # as multiprocessing ends its processes
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        os._exit(code)
 
     return run
 
