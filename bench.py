@@ -262,7 +262,7 @@ def train_row(title, shape, cfg, rt, compare):
     tokens = cfg.batch_size * cfg.block_size / seconds
     flops = model.flops_per_token() * tokens
     mfu = f"{flops / rt.peak_flops():.0%}" if rt.peak_flops() else "n/a"
-    return [f"train {title}", f"{seconds * 1e3:,.1f}", f"{tokens:,.0f}", mfu, f"{flops / rate:.0%}", peak, ratio]
+    return [f"train {title}", milliseconds(seconds), f"{tokens:,.0f}", mfu, f"{flops / rate:.0%}", peak, ratio]
 
 
 def generate_row(title, shape, cfg, rt):
@@ -286,7 +286,11 @@ def generate_row(title, shape, cfg, rt):
     per_token = seconds / cfg.new_tokens
     tokens = shape["batch_size"] / per_token
     share = f"{read / seconds / rate:.0%}"
-    return [f"generate {title}", f"{per_token * 1e3:,.1f}", f"{tokens:,.0f}", "n/a", share, peak, ratio]
+    return [f"generate {title}", milliseconds(per_token), f"{tokens:,.0f}", "n/a", share, peak, ratio]
+
+
+def milliseconds(seconds):
+    return f"{seconds * 1e3:,.1f}" if seconds > 0.01 else f"{seconds * 1e3:.3f}"
 
 
 def machine(rt):

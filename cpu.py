@@ -8,6 +8,7 @@ B batch, T time, nh heads, hs head size.
 
 import ctypes
 import math
+from contextlib import suppress
 
 import torch
 import torch.nn as nn
@@ -24,12 +25,18 @@ def keep_memory():
     As it comes, it returns every large tensor to the system, which clears each page again when it is next touched: half
     the time of a step of the 124M model.
     """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError):  # macOS, Windows, musl
-        return
-    mallopt(-4, 0)  # M_MMAP_MAX: no mapping of its own for a large tensor
-    mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the end of the heap stays
+    glibc("mallopt", -4, 0)  # M_MMAP_MAX: no mapping of its own for a large tensor
+    glibc("mallopt", -1, 2**31 - 1)  # M_TRIM_THRESHOLD: the end of the heap stays
+
+
+def give_back_memory():
+    """Return to the system what was kept and isn't in use."""
+    glibc("malloc_trim", 0)
+
+
+def glibc(function, *arguments):
+    with suppress(OSError, AttributeError, TypeError):  # macOS, Windows, musl
+        getattr(ctypes.CDLL(None), function)(*arguments)
 
 
 def speed_up(model):
@@ -140,4 +147,4 @@ def keep_mask(shape, p):
     """
     n = math.prod(shape)
     bits = torch.empty(-(-n // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)[:n]
-    return bits.ge_(round(p * 2**16) - 2**15).to(torch.int8).view(shape)
+    return bits.ge_(min(round(p * 2**16) - 2**15, 2**15 - 1)).to(torch.int8).view(shape)

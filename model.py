@@ -314,9 +314,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         rows = max(256, -(-len(x) // 8))  # fewer would starve the matrix product
         # A CPU goes on in pieces that stay in its cache: memory that it touches anew costs as much as the arithmetic.
         at_once, columns = (32, 4096) if device == "cpu" else (rows, weight.size(0))
-        w, total, grad_x, grad_w = weight.to(dtype), 0.0, [], torch.zeros_like(weight) if needs_grad else None
-        for xs, ts in zip(x.to(dtype).split(rows), targets.split(rows), strict=True):
-            logits = F.linear(xs, w)  # (rows, V)
+        w, total, chunk = weight.to(dtype), 0.0, x.new_empty(rows, weight.size(0), dtype=dtype)
+        grad_x, grad_w = (torch.empty_like(x), torch.zeros_like(weight)) if needs_grad else (x, None)
+        for xs, ts, grad_xs in zip(x.to(dtype).split(rows), targets.split(rows), grad_x.split(rows), strict=True):
+            logits = torch.mm(xs, w.T, out=chunk[: len(xs)])  # (rows, V)
             for some, target in zip(logits.split(at_once), ts.split(at_once), strict=True):
                 logp = F.log_softmax(some, dim=-1, dtype=torch.promote_types(dtype, torch.float32))
                 total = total + F.nll_loss(logp, target, ignore_index=-1, reduction="sum")
@@ -325,11 +326,11 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                     grad.scatter_(1, index, grad.gather(1, index) - 1)
                     some.copy_(grad * (target != -1)[:, None])  # the logits have served
             if needs_grad:
-                grad_x.append(logits @ w)
+                grad_xs.copy_(logits @ w)
                 for part, grad in zip(grad_w.split(columns), logits.split(columns, dim=1), strict=True):
                     part += grad.T @ xs  # summed in the weight's own precision
         if needs_grad:
-            ctx.save_for_backward(torch.cat(grad_x).to(x.dtype), grad_w)
+            ctx.save_for_backward(grad_x, grad_w)
         return total
 
     @staticmethod

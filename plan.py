@@ -27,15 +27,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+import cpu
 from configurator import UserError
 from guard import Guard
 from model import GPT
 from optimizer import make_optimizer
 from runtime import peak_flops_of
 
-# glibc maps what has 32 MB or more, and gives it back at once; smaller blocks come from its heap, whose gaps make a
-# process larger by about so much (measured, in eager training).
-MAPPED, HEAP = 32 * 2**20, 1.25
+# On a CPU the gaps of malloc's heap make what comes and goes larger by about so much, and once more the largest block
+# finds no gap that holds it (measured, in eager training).
+HEAP = 1.25
 CUDA_RUNTIME = 1.0e9  # bytes of a CUDA context with cuBLAS' and NCCL's buffers, roughly
 MFU = 0.4  # of a card that isn't here: an assumption; what well-kept runs reach is 0.3 to 0.5
 TIMED_SECONDS = 20  # about what timing may take
@@ -100,11 +101,11 @@ def hardware(cfg, rt):
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of the tensors that come to be in it and are alive, and `peak`, their most since it was set."""
+    """Counts the bytes of the tensors that come to be in it and are alive; `peak`, their most since it was set."""
 
     def __init__(self, known, device_type):
         super().__init__()
-        self.live = self.peak = 0
+        self.live = self.peak = self.largest = 0
         self.device_type = device_type
         self.storages = {}
         for tensor in known:  # these were there before
@@ -124,6 +125,7 @@ class Live(TorchDispatchMode):
             self.storages[key] = weakref.ref(storage, partial(self._gone, key, nbytes))
             self.live += nbytes
             self.peak = max(self.peak, self.live)
+            self.largest = max(self.largest, nbytes)
 
     def _gone(self, key, nbytes, _):
         del self.storages[key]
@@ -132,7 +134,7 @@ class Live(TorchDispatchMode):
 
 def heap(nbytes, device_type):
     """What a tensor that comes and goes adds to the process."""
-    return nbytes * HEAP if device_type == "cpu" and nbytes < MAPPED else nbytes
+    return nbytes * HEAP if device_type == "cpu" else nbytes
 
 
 def count(cfg, n_layer, device_type, dtype):
@@ -145,10 +147,12 @@ def count(cfg, n_layer, device_type, dtype):
         model = GPT(replace(cfg.model_config(), n_layer=n_layer))
         blocks = model.transformer.h
         for block in blocks:
-            if device_type == "cuda":  # whose flash kernel has dropout of its own; the CPU's keeps the T×T weights
+            if device_type == "cuda":  # whose flash kernel has dropout of its own
                 block.attn.dropout = 0.0
             if cfg.activation_checkpointing:
                 block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        if device_type == "cpu":
+            cpu.speed_up(model)
         for p in model.parameters():
             p.grad = torch.zeros_like(p)  # as from the second micro-batch on
         optimizer = make_optimizer(model, cfg, dtype)
@@ -174,7 +178,8 @@ def count(cfg, n_layer, device_type, dtype):
                 optimizer.step()
                 mark()
     (kept, most_forward), (_, most_backward), (_, most_after), _, (live_after, most_step) = marks
-    return kept, max(most_forward, most_backward), most_after, most_step - live_after
+    gap = live.largest if device_type == "cpu" else 0
+    return kept, max(most_forward, most_backward) + gap, most_after + gap, most_step - live_after + gap
 
 
 def memory(cfg, device_type="cpu", dtype=torch.float32, ranks=1, strategy="ddp", counts=None):

@@ -336,6 +336,7 @@ class Runtime:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
+            cpu.give_back_memory()
             with suppress(OSError), open("/proc/self/clear_refs", "w") as file:
                 file.write("5")  # proc(5): resets VmHWM
 

@@ -11,7 +11,7 @@ import bench
 import train
 from model import GPT, GPTConfig
 
-TINY = ["--device=cpu", "--compile=False", "--new_tokens=3", "--repeats=2"]
+TINY = ["--device=cpu", "--dtype=float32", "--compile=False", "--new_tokens=3", "--repeats=2"]
 
 
 def rows(printed):

@@ -19,6 +19,7 @@ LAYERS = [
     {"plan", "preflight", "run"},
     {"checkpoint", "dataset", "guard", "inference", "optimizer", "sharded", "tokenizer"},
     {"model", "model_numpy", "runtime", "configurator", "fetch"},
+    {"cpu"},  # torch alone
 ]
 MODULES = {path.stem: path for path in sorted(ROOT.glob("*.py"))}
 HEAVY = {"datasets", "huggingface_hub", "safetensors", "tiktoken", "tqdm", "transformers", "wandb"}

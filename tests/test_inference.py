@@ -50,7 +50,8 @@ def test_weights_laid_out_for_generation_give_the_same_logits_and_tokens(small, 
 
 def test_in_a_narrow_dtype_the_matrices_are_kept_in_it_and_the_logits_are_those_of_autocast(small):
     laid_out, rt = readied(small, 2, dtype="bfloat16")
-    assert {m.weight.dtype for m in laid_out.modules() if isinstance(m, torch.nn.Linear)} == {torch.bfloat16}
+    layers = [m for m in laid_out.modules() if isinstance(m, (torch.nn.Linear, PackedLinear))]
+    assert {m.weight.dtype for m in layers} == {torch.bfloat16} and len(layers) == 2 * 4 + 1
     torch.testing.assert_close(logits(laid_out, rt, IDX), logits(small, rt, IDX), rtol=0, atol=0.02)
 
 

@@ -405,12 +405,16 @@ def test_greedy_with_a_cache_equals_greedy_without_also_past_block_size(block_si
     assert cached.tolist() == model.generate(idx, 50, temperature=0, use_cache=False).tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_greedy_with_a_cache_equals_greedy_without_in_every_dtype(dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_a_narrow_dtype_greedy_with_a_cache_is_greedy_without_up_to_rounding(dtype):
+    """Which of two tokens is likeliest can be a matter of the last bit, and that of the order of a sum."""
     model, idx = wild_model(dtype=dtype), random_ids(3, 3)
-    cached = model.generate(idx, 40, temperature=0)
+    cached = model.generate(idx, SMALL["block_size"] - 3, temperature=0)
     assert len(cached[:, 3:].unique()) > 2
-    assert cached.tolist() == model.generate(idx, 40, temperature=0, use_cache=False).tolist()
+    for t in range(3, SMALL["block_size"]):
+        logits = model(cached[:, :t])[:, -1].float()
+        behind = logits.amax(-1) - logits.gather(1, cached[:, t : t + 1])[:, 0]
+        assert behind.max() <= 4 * torch.finfo(dtype).eps * logits.abs().max()
 
 
 def test_greedy_takes_the_likeliest_token_of_the_whole_context():

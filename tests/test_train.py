@@ -261,8 +261,10 @@ def test_eval_only_prints_one_evaluation_and_writes_nothing(data, tmp_path):
 
 
 def test_fine_tuning_starts_from_the_weights_with_fresh_counters_and_optimizer(finished, data, tmp_path):
-    done = here(train.main, f"--init_from={finished[0]}", f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=1",
-               "--learning_rate=0", "--min_lr=0", "--device=cpu", "--batch_size=4", "--eval_iters=2")  # fmt: skip
+    still = ("--learning_rate=0", "--min_lr=0", "--max_iters=1")
+    same_as_in_tiny = ("--device=cpu", "--dtype=float32", "--batch_size=4", "--eval_iters=2")
+    start = (f"--init_from={finished[0]}", f"--dataset={data}", f"--out_dir={tmp_path}")
+    done = here(train.main, *start, *still, *same_as_in_tiny)
     assert done.returncode == 0, done.stderr
     assert same(weights(tmp_path), weights(finished[0], "best.pt"))  # at rate 0; of the shape that it was trained in
     assert metrics(tmp_path, "step", "val_loss")[0] == metrics(finished[0], "step", "val_loss")[12]
