@@ -119,6 +119,8 @@ class GPT(nn.Module):
     N(0, (0.02 / √(2L))²), so that the sum over 2L branches keeps its scale; biases 0; gains 1.
     """
 
+    empty = staticmethod(torch.empty)  # memory for a chunk of logits; in training on a CPU cpu.py's
+
     def __init__(self, config):
         super().__init__()
         config.check()
@@ -149,7 +151,7 @@ class GPT(nn.Module):
         x = self.hidden(idx)
         if targets is None:
             return self.lm_head(x)
-        return head_loss(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
+        return head_loss(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), self.empty)
 
     def hidden(self, idx, cache=None):
         """idx (B, T) → what the head reads, (B, T, C). With a cache, idx continues the tokens that it holds."""
@@ -290,14 +292,15 @@ class GPT(nn.Module):
         self.transformer.wpe = nn.Embedding.from_pretrained(rows, freeze=False)
 
 
-def head_loss(x, weight, targets):
+def head_loss(x, weight, targets, empty=torch.empty):
     """x (N, C), weight (V, C), targets (N,) → mean cross-entropy of the logits x @ weight.T; -1 doesn't count.
 
     The same as F.cross_entropy(F.linear(x, weight), targets, ignore_index=-1), which is what a small vocabulary gets.
+    `empty` makes the memory for a chunk of the logits.
     """
     if weight.size(0) <= 16 * weight.size(1):  # a token's logits take no more than its activations in one block
         return F.cross_entropy(F.linear(x, weight), targets, ignore_index=-1)
-    return ChunkedCrossEntropy.apply(x, weight, targets, torch.is_grad_enabled()) / (targets != -1).sum()
+    return ChunkedCrossEntropy.apply(x, weight, targets, torch.is_grad_enabled(), empty) / (targets != -1).sum()
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -308,13 +311,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, needs_grad):
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    def forward(ctx, x, weight, targets, needs_grad, empty):
+        device = x.device
+        narrow = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if narrow else x.dtype
         rows = max(256, -(-len(x) // 8))  # fewer would starve the matrix product
         # A CPU goes on in pieces that stay in its cache: memory that it touches anew costs as much as the arithmetic.
-        at_once, columns = (32, 4096) if device == "cpu" else (rows, weight.size(0))
-        w, total, chunk = weight.to(dtype), 0.0, x.new_empty(rows, weight.size(0), dtype=dtype)
+        at_once, columns = (32, 4096) if device.type == "cpu" else (rows, weight.size(0))
+        w, total, chunk = weight.to(dtype), 0.0, empty(rows, weight.size(0), dtype=dtype, device=device)
         grad_x, grad_w = (torch.empty_like(x), torch.zeros_like(weight)) if needs_grad else (x, None)
         for xs, ts, grad_xs in zip(x.to(dtype).split(rows), targets.split(rows), grad_x.split(rows), strict=True):
             logits = torch.mm(xs, w.T, out=chunk[: len(xs)])  # (rows, V)
@@ -336,7 +340,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         grad_x, grad_w = ctx.saved_tensors
-        return grad_x * grad, grad_w * grad, None, None
+        return grad_x * grad, grad_w * grad, None, None, None
 
 
 def sample(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
