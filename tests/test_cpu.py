@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+import torch._inductor.config
 import torch.nn.functional as F
 from tiny import ROOT
 
@@ -116,8 +117,8 @@ def test_a_model_trains_the_same_and_keeps_its_state(monkeypatch):
         torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-7)
 
 
-def test_compiled_it_drops_the_same_in_one_graph(monkeypatch):
-    monkeypatch.setattr(torch._inductor.config, "fallback_random", True)
+@torch._inductor.config.patch(fallback_random=True)
+def test_compiled_it_drops_the_same_in_one_graph():
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=600, block_size=16, n_layer=1, n_head=2, n_embd=16, dropout=0.2))
     cpu.speed_up(model)
