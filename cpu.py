@@ -83,15 +83,14 @@ class CausalAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, p):
         ctx.shape, ctx.p = q.shape, p
-        dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
         q = q / math.sqrt(q.size(-1))
         q, k, v = (t.reshape(-1, *t.shape[2:]) for t in (q, k, v))  # (B·nh, T, hs)
         y, kept = torch.empty_like(q), []
         for heads, rows, past in pieces(*q.shape[:2]):
             scores = q[heads, rows] @ k[heads, past].mT
             n = scores.size(1)
-            scores[:, :, -n:] += torch.full((n, n), -math.inf, dtype=dtype).triu_(1)
-            weights = scores.softmax(-1, dtype=wide).to(dtype)
+            scores[:, :, -n:] += torch.full((n, n), -math.inf, dtype=q.dtype).triu_(1)
+            weights = scores.softmax(-1)
             kept.append(weights)
             if p:
                 kept.append(keep_mask(weights.shape, p))
@@ -99,14 +98,13 @@ class CausalAttention(torch.autograd.Function):
             y[heads, rows] = weights @ v[heads, past]
         if p:
             y /= 1 - p
-        ctx.save_for_backward(q, k, v, y, *kept)
+        ctx.save_for_backward(q, k, v, *kept)
         return y.view(ctx.shape)
 
     @staticmethod
     def backward(ctx, dy):
-        q, k, v, y, *kept = ctx.saved_tensors
+        q, k, v, *kept = ctx.saved_tensors
         dy, dtype, wide = dy.reshape(q.shape), q.dtype, torch.promote_types(q.dtype, torch.float32)
-        shift = (dy * y).sum(-1, keepdim=True, dtype=wide)  # what softmax takes off: the mean of its gradient
         if ctx.p:
             dy = dy / (1 - ctx.p)
         dq, (dk, dv) = torch.empty_like(q), torch.zeros(2, *q.shape, dtype=wide)
@@ -118,7 +116,7 @@ class CausalAttention(torch.autograd.Function):
                 mask = next(kept)
                 dropped = weights * mask
                 dweights *= mask
-            dscores = (weights * (dweights - shift[heads, rows])).to(dtype)
+            dscores = torch._softmax_backward_data(dweights, weights, -1, dtype)
             dq[heads, rows] = dscores @ k[heads, past]
             dk[heads, past] += dscores.mT @ q[heads, rows]
             dv[heads, past] += dropped.mT @ dy[heads, rows]
