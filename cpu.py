@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 ROWS = 128  # queries at a time: what lies to their right is never computed
 WEIGHTS = 2**19  # attention weights at a time, of several heads: 2 MB in float32, about a core's cache
-MOST_KEPT = 2**26  # bytes of attention weights of a layer; beyond, without dropout, torch's own, which keeps none
+SHORT = 256  # keys, up to which torch's own attention is the slower one to train in a narrow dtype
 
 
 def keep_memory():
@@ -66,18 +66,17 @@ class Scratch:
 
 def attend(q, k, v, dropout_p=0.0, is_causal=True):
     """What F.scaled_dot_product_attention gives for a causal model, (B, nh, T, hs)."""
-    weights = q.size(2) * q.numel() // q.size(3) * q.element_size() // 2
-    if q.shape != k.shape or not dropout_p and weights > MOST_KEPT:  # q and k differ with a cache
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=is_causal)
-    return CausalAttention.apply(q, k, v, dropout_p)
+    slow_there = torch.finfo(q.dtype).bits < 32 and q.size(2) <= SHORT and torch.is_grad_enabled()
+    if (dropout_p or slow_there) and q.shape == k.shape:  # with a cache they differ
+        return CausalAttention.apply(q, k, v, dropout_p)
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=is_causal)
 
 
 class CausalAttention(torch.autograd.Function):
     """softmax(q kᵀ / √hs) v, a piece of the T × T weights at a time, and only those that aren't 0.
 
-    torch's own leaves its fused path when there is dropout, and its bfloat16 backward pass is slower than float32's.
-    Weights are kept for the backward pass, as torch keeps them with dropout: computing them again takes as long as
-    everything else there.
+    torch's own leaves its fused path when there is dropout, and in a narrow dtype its backward pass is slow with few
+    keys. Weights are kept for the backward pass, as torch keeps them with dropout.
     """
 
     @staticmethod
