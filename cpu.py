@@ -1,7 +1,6 @@
 """What makes training fast on a CPU and changes nothing else: memory that is kept, attention in pieces, cheap dropout.
 
-model.py is plain PyTorch, whose operators are at their best on GPUs. runtime.py calls this where the model trains on a
-CPU.
+model.py is plain PyTorch, whose operators are at their best on GPUs. runtime.py calls this where a CPU trains.
 
 B batch, T time, nh heads, hs head size.
 """
